@@ -1,0 +1,1 @@
+"""Schedules: which window of a row is eligible, and when it moves."""

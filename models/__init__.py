@@ -1,0 +1,85 @@
+"""Model families, one file each, and the interface the engine asks of them.
+
+Imported as `dlm_decode.models` only, so that no package called `models` lands among a user's
+packages. Letters in shapes: T packed tokens of all rows of one forward, H query heads, G key/value
+heads, K head size, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, device, dtype
+
+from dlm_decode.registry import Registry
+
+if not __name__.startswith("dlm_decode."):
+    raise ImportError("import dlm_decode.models, not models")
+
+
+class Attend(Protocol):
+    """Attention over whatever the engine lets each packed token see; called once a layer, in order.
+
+    The engine owns rows, positions, masks and stored K/V, so a model never sees a batch dimension:
+    it hands over its projections and gets the attention output of the same tokens.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """`q (T, H, K)` and `k (T, G, K)` after RoPE, `v (T, G, K)`; returns `(T, H, K)`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What the engine has to know of a checkpoint; every id comes from the checkpoint's own files.
+
+    `shift` is 1 when the output at position i predicts token i + 1 (Dream), else 0. `end_ids` are
+    the ids that end a text (EOS first, then end-of-turn). `regime` says what a position attends to.
+    `block_length` and `block_origin` are the family's trained block size (None: any) and where
+    blocks are counted from. `vocab_size` counts the rows of the LM head.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    max_positions: int
+    mask_id: int
+    end_ids: tuple[int, ...]
+    pad_id: int | None = None
+    shift: int = 0
+    regime: Literal["full", "block_causal"] = "full"
+    block_length: int | None = None
+    block_origin: Literal["prompt", "absolute"] = "prompt"
+
+
+class DiffusionLM(Protocol):
+    """A masked diffusion language model as the engine uses it."""
+
+    info: ModelInfo
+
+    @property
+    def device(self) -> device: ...
+
+    @property
+    def dtype(self) -> dtype: ...
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states `(T, D)`, ready for `logits`, of packed `ids (T,)` at `positions (T,)`.
+
+        `embeds (T, D)` replaces the embedding of `ids` where given.
+        """
+        ...
+
+    def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """The LM head: `hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
+        ...
+
+
+FAMILIES: Registry[DiffusionLM] = Registry("model family", "dlm_decode.models", "dlm_decode.models")
