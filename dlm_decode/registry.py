@@ -1,4 +1,4 @@
-"""Registries: each sampler, cache policy, schedule and model family is a file that announces itself.
+"""Registries: each sampler, cache, schedule and model family is a file that announces itself.
 
 A registry scans its package (and the entry-point group of the same name, for plug-ins) the first
 time it is asked. Import errors are never hidden: a broken file is an error that names it.

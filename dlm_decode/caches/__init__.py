@@ -1,1 +1,76 @@
-"""Cache policies."""
+"""Cache policies, one file each: what a forward computes and which stored K/V it sees.
+
+A policy works on one row at a time, on the host. Stored K/V lie at absolute positions, which never
+move in a masked diffusion model; a forward's own K/V replace what was stored at its positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from dlm_decode.options import Options
+from dlm_decode.registry import Registry
+from dlm_decode.schedules import Window
+
+Kind = Literal["full", "refresh", "window"]
+
+
+@dataclass(frozen=True)
+class RowView:
+    """What a policy may look at of a row before a turn.
+
+    `length` N counts all positions, `masked (N,)` marks the undecided ones. `step` counts turns
+    since the block began, `since_refresh` turns since the last refresh (-1: never refreshed).
+    `shift` is the model's: position i is predicted by the output at i - shift. `committed_last`
+    holds the positions decided in the last turn.
+    """
+
+    length: int
+    window: Window
+    masked: np.ndarray
+    step: int
+    since_refresh: int
+    shift: int
+    committed_last: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One row's part of the next forward.
+
+    `query` are the sorted positions to compute. Kind "full" sees only them and stores nothing,
+    "refresh" computes every position and stores all K/V, "window" stores its own K/V and sees
+    everything stored. `only`, where given, limits this turn's eligible positions to `[a, b)`.
+    """
+
+    query: np.ndarray
+    kind: Kind
+    only: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class CachePolicy(Options):
+    """Base of all cache policies.
+
+    `exactness` is "exact" (logits equal a forward over the whole row) or "approximate". `stores`
+    says whether rows need a place in the K/V store.
+    """
+
+    paper: ClassVar[str] = ""
+    exactness: ClassVar[Literal["exact", "approximate"]] = "approximate"
+    stores: ClassVar[bool] = True
+
+    def plan(self, row: RowView) -> RowPlan:
+        """What to compute for this row now. Every eligible position i needs i - shift in `query`."""
+        raise NotImplementedError
+
+
+CACHES: Registry[CachePolicy] = Registry("cache", "dlm_decode.caches", "dlm_decode.caches")
+
+
+def span_query(start: int, stop: int) -> np.ndarray:
+    """The positions `[start, stop)`, never below 0."""
+    return np.arange(max(start, 0), stop, dtype=np.int64)
