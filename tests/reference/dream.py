@@ -316,10 +316,11 @@ def rnd1_generate(
 ) -> Trace:
     """RND1's sampler, greedy, on one prompt `(1, P)` and a canvas of `seq_len` positions.
 
-    The last position is kept out of the generation and holds `pad_token_id`. Positions are ranked
-    by negative entropy. Without `eb_gamma` each step commits its share of what is left; with it
-    (EB-Sampler, arXiv 2505.24857) the longest ranked prefix whose summed entropy minus its largest
-    entropy is <= `eb_gamma`, at least one token.
+    The last position is kept out of the generation and holds `pad_token_id`. Without `eb_gamma`
+    each step commits its even share of what is left, lowest entropy first. With it (EB-Sampler,
+    arXiv 2505.24857) positions are ranked by the probability of their token, not by entropy, and
+    the longest ranked prefix whose summed entropy minus its largest entropy is <= `eb_gamma` is
+    committed, at least one token. The last step commits everything.
     """
     x = canvas_of(prompt, seq_len - prompt.shape[1] - 1, mask_token_id)
     x = F.pad(x, (0, 1), value=pad_token_id)
@@ -328,21 +329,24 @@ def rnd1_generate(
         masked = x == mask_token_id
         if not masked.any():
             break
-        confidence, tokens = sample_tokens(shifted(model(x))[masked], "entropy")
-        left = int(masked.sum())
-        scores = on_canvas(confidence, masked, -torch.inf)
-        if eb_gamma is None:
-            count = -(-left // (num_steps - step))
-        else:
-            count = entropy_bound_count(-confidence, eb_gamma)
-        chosen = _select(scores, count, None, None)
+        logits = shifted(model(x))[masked]
+        confidence, tokens = sample_tokens(logits, "entropy")
+        count = -(-int(masked.sum()) // (num_steps - step))
+        if eb_gamma is not None and step < num_steps - 1:
+            entropies = -confidence
+            confidence, _ = sample_tokens(logits, "maskgit_plus")
+            count = entropy_bound_count(confidence, entropies, eb_gamma)
+        chosen = _select(on_canvas(confidence, masked, -torch.inf), count, None, None)
         written = on_canvas(tokens, masked, mask_token_id)
         x[chosen] = written[chosen]
     return model.trace()
 
 
-def entropy_bound_count(entropies: Tensor, gamma: float) -> int:
-    """Size of the largest prefix of ascending entropies `(M,)` with sum - max <= gamma."""
-    ordered = entropies.sort().values
-    excess = ordered.cumsum(0) - ordered.cummax(0).values
-    return int((excess <= gamma).long().cumprod(0).sum())
+def entropy_bound_count(scores: Tensor, entropies: Tensor, gamma: float) -> int:
+    """Size of the largest prefix, by descending score `(M,)`, with sum - max of entropies <= gamma.
+
+    EB-Sampler's bound (arXiv 2505.24857); at least 1, since the first difference is zero.
+    """
+    ranked = entropies[scores.argsort(descending=True)]
+    excess = ranked.cumsum(0) - ranked.cummax(0).values
+    return max(1, int((excess <= gamma).long().cumprod(0).sum()))
