@@ -1,0 +1,238 @@
+"""One bidirectional transformer for all families: RMSNorm, RoPE, grouped queries and SwiGLU.
+
+It knows packed tokens only. Rows, masks, positions and stored K/V are the business of the `attend`
+that the engine hands in. Letters as in `dlm_decode.models`, and F for the feed-forward size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlm_decode.models import Attend, ModelInfo
+from dlm_decode.models.published import SpecialIds
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """Sizes and switches of a `Backbone`.
+
+    `embedding_rows` may exceed `vocab_size`: the rows above are padding that is stored but never
+    predicted. `rope_full_precision` rotates in the precision of the tables (LLaDA); without it
+    cosines and sines are first rounded to the dtype of the activations (Dream).
+    """
+
+    vocab_size: int
+    embedding_rows: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn_size: int
+    max_positions: int
+    rms_eps: float
+    rope_theta: float
+    qkv_bias: bool = False
+    rope_full_precision: bool = True
+    tied: bool = False
+
+
+def model_info(
+    config: BackboneConfig, family: str, ids: SpecialIds, *, shift: int = 0
+) -> ModelInfo:
+    """What the engine has to know of a full-attention model of these sizes."""
+    return ModelInfo(
+        family=family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_size=config.head_size,
+        max_positions=config.max_positions,
+        mask_id=ids.mask_id,
+        end_ids=ids.end_ids,
+        pad_id=ids.pad_id,
+        shift=shift,
+    )
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each behind its own norm; the input projections are fused."""
+
+    def __init__(
+        self, config: BackboneConfig, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width, query_size = config.hidden_size, config.heads * config.head_size
+        qkv_size = query_size + 2 * config.kv_heads * config.head_size
+        self.attn_norm = _parameter(width, device=device, dtype=dtype)
+        self.qkv = _parameter(qkv_size, width, device=device, dtype=dtype)
+        self.qkv_bias = (
+            _parameter(qkv_size, device=device, dtype=dtype) if config.qkv_bias else None
+        )
+        self.out = _parameter(width, query_size, device=device, dtype=dtype)
+        self.ff_norm = _parameter(width, device=device, dtype=dtype)
+        self.gate_up = _parameter(2 * config.ffn_size, width, device=device, dtype=dtype)
+        self.down = _parameter(width, config.ffn_size, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """`x (T, D)` to `(T, D)`; `cos` and `sin` `(T, 1, K)` as `Backbone.rotation` gives them."""
+        x = x + self._mix(rms_norm(x, self.attn_norm, self.config.rms_eps), cos, sin, attend)
+        return x + self._feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
+
+    def _mix(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        h, g = self.config.heads, self.config.kv_heads
+        heads = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
+        rotated = rotate(heads[:, : h + g], cos, sin)
+        mixed = attend(rotated[:, :h], rotated[:, h:], heads[:, h + g :])
+        return F.linear(mixed.flatten(1), self.out)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The tensors that checkpoints store one by one, as views of the fused parameters."""
+        c = self.config
+        sizes = [n * c.head_size for n in (c.heads, c.kv_heads, c.kv_heads)]
+        views = dict(zip("qkv", self.qkv.detach().split(sizes), strict=True))
+        if self.qkv_bias is not None:
+            biases = self.qkv_bias.detach().split(sizes)
+            views |= dict(zip(("q_bias", "k_bias", "v_bias"), biases, strict=True))
+        views["gate"], views["up"] = self.gate_up.detach().chunk(2)
+        for name in ("attn_norm", "out", "ff_norm", "down"):
+            views[name] = getattr(self, name).detach()
+        return views
+
+
+class Backbone(nn.Module):
+    """A `DiffusionLM` over `BackboneConfig`; a family derives from it and adds `names`.
+
+    Weights are allocated, not initialised. `published` is the config.json that the model is saved
+    with. Parameters do not ask for gradients until `requires_grad_(True)`.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
+    """Part -> published tensor name; `{}` stands for the layer."""
+
+    def __init__(
+        self,
+        config: BackboneConfig,
+        info: ModelInfo,
+        *,
+        published: Mapping[str, Any],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.info, self.published = config, info, dict(published)
+        table = (config.embedding_rows, config.hidden_size)
+        self.embed = _parameter(*table, device=device, dtype=dtype)
+        blocks = (Block(config, device=device, dtype=dtype) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = _parameter(config.hidden_size, device=device, dtype=dtype)
+        self.head = self.embed if config.tied else _parameter(*table, device=device, dtype=dtype)
+        self._place_angles()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
+        x = F.embedding(ids, self.embed) if embeds is None else embeds
+        cos, sin = self.rotation(positions)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v))
+        return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
+        end = self.config.vocab_size if stop is None else min(stop, self.config.vocab_size)
+        return F.linear(hidden, self.head[start:end])
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines `(T, 1, K)` and signed sines `(T, 1, K)` for `rotate`, of `positions (T,)`."""
+        cos, sin = self._angles[positions].unsqueeze(1).unbind(-2)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        if self.config.rope_full_precision:
+            return cos, sin
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every stored tensor under its published name: views, to be read or filled in place."""
+        named = {
+            self.names["embed"]: self.embed.detach(),
+            self.names["norm"]: self.norm.detach(),
+        }
+        if not self.config.tied:
+            named[self.names["head"]] = self.head.detach()
+        for layer, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            named |= {self.names[part].format(layer): view for part, view in block.parts().items()}
+        return named
+
+    def aliases(self) -> dict[str, str]:
+        """Tensors that a checkpoint may repeat: their name -> the name of the one they equal."""
+        return {self.names["head"]: self.names["embed"]} if self.config.tied else {}
+
+    def _place_angles(self) -> None:
+        self._angles = _angles(self.config, self.dtype).to(self.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Backbone:
+        """Behind `.to()` and its like: angles are computed anew, for a cast keeps their errors."""
+        super()._apply(fn, recurse)
+        self._place_angles()
+        return self
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Statistics in fp32 or wider, rounded to the dtype of `x`, and only then scaled by `weight`."""
+    return F.rms_norm(x, weight.shape, None, eps) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE over the two halves of the last axis of `x (T, heads, K)`, in the wider of the dtypes.
+
+    `sin` is negated in its first half, so that swapping the halves of `x` is all that is left.
+    """
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+def _angles(config: BackboneConfig, dtype: torch.dtype) -> Tensor:
+    """Cosine and sine of every position and frequency, `(positions, 2, K / 2)`, fp32 or fp64."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exponents = torch.arange(0, config.head_size, 2, dtype=exact) / config.head_size
+    frequencies = 1.0 / config.rope_theta**exponents
+    angles = torch.outer(torch.arange(config.max_positions, dtype=exact), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+
+def _parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)

@@ -1,0 +1,377 @@
+"""Published checkpoints, read from a folder or a Hugging Face hub id and written back.
+
+Only JSON, tokenizer files and safetensors are read: nothing is unpickled and no remote code runs.
+Tensors go one at a time into parameters that are allocated once, in the target dtype and device.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files as resource_files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dlm_decode.errors import CapacityError, CheckpointError
+from dlm_decode.models import FAMILIES
+from dlm_decode.models.published import Family, Published
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
+WEIGHT_FILES = ["*.safetensors"]
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer (None if the folder has none) and the folder they came from."""
+
+    model: Family
+    tokenizer: PreTrainedTokenizerBase | None
+    path: Path
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_model(
+    path_or_hub_id: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> LoadedModel:
+    """Load a checkpoint of any registered family.
+
+    `dtype` defaults to the one that config.json names, else to the one of the stored weights.
+    Raises `CheckpointError` for anything amiss with the files, `CapacityError` if they do not fit.
+    """
+    path = local_folder(path_or_hub_id)
+    config = read_json(path / "config.json")
+    family = find_family(config)
+    shards = weight_shards(path)
+    tokenizer = load_tokenizer(path)
+    generation = path / "generation_config.json"
+    files = Published(config, read_json(generation) if generation.exists() else {}, tokenizer)
+    dtype = dtype or configured_dtype(config) or stored_dtype(shards)
+    plan = family.from_published(files, device="meta", dtype=dtype)
+    check_tensors(plan, shards)
+    check_vocabulary(tokenizer, plan.info.vocab_size)
+    check_memory(plan, torch.device(device))
+    model = family.from_published(files, device=device, dtype=dtype)
+    fill(model, shards)
+    return LoadedModel(model, tokenizer, path)
+
+
+def bundled_model_path() -> Path:
+    """The folder of the tiny LLaDA model that comes with the package."""
+    return Path(str(resource_files("dlm_decode") / "assets" / "tiny-llada"))
+
+
+def local_folder(path_or_hub_id: str | Path) -> Path:
+    """The folder itself, or the snapshot of a hub id; configuration first, to refuse it early."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    hub_id = str(path_or_hub_id)
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", hub_id):
+        raise CheckpointError(f"no folder {hub_id!r}, and it is no hub id (owner/name) either")
+    snapshot = _snapshot(hub_id, SMALL_FILES)
+    find_family(read_json(snapshot / "config.json"))
+    return _snapshot(hub_id, SMALL_FILES + WEIGHT_FILES)
+
+
+def _snapshot(hub_id: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"no local folder {hub_id!r}, and the hub gave no such model: {error}; check the name "
+            "and the network, or pass the path of a downloaded folder"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises `CheckpointError` naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def find_family(config: Mapping[str, Any]) -> type[Family]:
+    """The registered family of a config.json."""
+    for name in FAMILIES.names():
+        family = cast("type[Family]", FAMILIES.get(name))
+        if family.matches(config):
+            return family
+    raise CheckpointError(
+        f"model_type {config.get('model_type')!r} with architectures "
+        f"{config.get('architectures')} is of no known family (known: {', '.join(FAMILIES.names())})"
+    )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which file of `folder` stores which tensor, with its shape."""
+
+    files: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, file by file, each read when it is asked for."""
+        for path in dict.fromkeys(self.files.values()):
+            with open_shard(path) as shard:
+                for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                    yield name, shard.get_tensor(name)
+
+
+def weight_shards(path: Path) -> Shards:
+    """What the headers of all weight files in a folder say."""
+    stored: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in shard_paths(path):
+        with open_shard(file) as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                if name in stored:
+                    raise CheckpointError(
+                        f"{name} is stored in {stored[name].name} and {file.name}"
+                    )
+                stored[name] = file
+                shapes[name] = tuple(shard.get_slice(name).get_shape())
+    return Shards(stored, shapes)
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """The safetensors files of a folder: those in its index, else the single one."""
+    index = path / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+    else:
+        names = [SINGLE]
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise CheckpointError(f"{index} names a file outside its folder: {outside[0]!r}")
+    absent = [name for name in names if not (path / name).is_file()]
+    if absent:
+        pickles = sorted(p.name for p in path.glob("*.bin"))
+        hint = f"; {pickles[0]} is a pickle, which is never loaded: convert it" if pickles else ""
+        raise CheckpointError(f"{path} has no {_listed(absent)}{hint}")
+    return [path / name for name in names]
+
+
+def open_shard(path: Path) -> Any:
+    """A safetensors file, opened for reading on the CPU."""
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a complete safetensors file: {error}; download it again"
+        ) from error
+
+
+def configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that config.json names (under either of its keys), if any."""
+    name = config.get("dtype") or config.get("torch_dtype")
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {name!r} is none of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def stored_dtype(shards: Shards) -> torch.dtype:
+    """The dtype of the first stored tensor."""
+    for _, tensor in shards.tensors():
+        return tensor.dtype
+    raise CheckpointError("the weight files hold no tensors")
+
+
+def check_tensors(model: Family, shards: Shards) -> None:
+    """Every tensor of the model is stored, in its shape, and nothing else is."""
+    expected = {name: tuple(view.shape) for name, view in model.weights().items()}
+    aliases = {again: expected[name] for again, name in model.aliases().items()}
+    problems = {
+        "missing": [name for name in expected if name not in shards.shapes],
+        "unexpected": [name for name in shards.shapes if name not in expected | aliases],
+        "misshapen": [
+            f"{name} {shards.shapes[name]} instead of {shape}"
+            for name, shape in (expected | aliases).items()
+            if shards.shapes.get(name, shape) != shape
+        ],
+    }
+    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise CheckpointError("the weights do not match config.json: " + "; ".join(found))
+
+
+def check_memory(model: Family, device: torch.device) -> None:
+    """Refuse weights that are larger than what the device has free."""
+    needed = sum(view.nbytes for view in model.weights().values())
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        raise CapacityError(
+            f"the weights take {needed:,} bytes in {model.dtype}, but {device} has only "
+            f"{available:,} bytes available; use a smaller dtype or another device"
+        )
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
+    return int(found[1]) * 1024 if found and device.type == "cpu" else None
+
+
+def fill(model: Family, shards: Shards) -> None:
+    """Copy every stored tensor into its place, one at a time."""
+    slots, aliases = model.weights(), model.aliases()
+    repeats: list[tuple[str, Tensor]] = []
+    for name, tensor in shards.tensors():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{name} is {tensor.dtype}; quantised weights are not supported")
+        if name in aliases:
+            repeats.append((name, tensor))
+            continue
+        slots[name].copy_(tensor)
+        check_finite(name, slots[name])
+    for name, tensor in repeats:
+        slot = slots[aliases[name]]
+        if not torch.equal(slot, tensor.to(slot.device, slot.dtype)):
+            raise CheckpointError(f"{name} differs from {aliases[name]}, though they are tied")
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Refuse NaN and infinities; extremes carry both, and need no temporary of the same size."""
+    low, high = weight.aminmax()
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise CheckpointError(f"{name} has NaN or infinite values in {weight.dtype}")
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder, without running code from it; None if it has no files of one."""
+    if not any((path / name).exists() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return cast("PreTrainedTokenizerBase", _tokenizer_class(path).from_pretrained(str(path)))
+    except Exception as error:  # whatever a broken file makes the tokenizer libraries raise
+        raise CheckpointError(f"the tokenizer files of {path} do not load: {error}") from error
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """The class a folder names, or where that is code of the folder's own, the plain equivalent."""
+    import transformers
+
+    settings = path / "tokenizer_config.json"
+    described = read_json(settings) if settings.exists() else {}
+    own = described.get("tokenizer_class")
+    if own and "auto_map" not in described and hasattr(transformers, own):
+        return getattr(transformers, own)
+    if (path / "tokenizer.json").exists():
+        return transformers.PreTrainedTokenizerFast
+    return transformers.Qwen2Tokenizer
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for."""
+    if tokenizer is None:
+        return
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has ids up to {highest}, but the model's vocabulary ends at "
+            f"{vocab_size - 1}"
+        )
+
+
+@torch.no_grad()
+def save_model(
+    model: Family,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write a model in its published layout, in several files if it exceeds `max_shard_bytes`."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", published_config(model))
+    weights = model.weights()
+    shards = _split(weights, max_shard_bytes)
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [SINGLE] if len(shards) == 1 else names
+    for file, shard in zip(names, shards, strict=True):
+        tensors = {name: weights[name].clone().contiguous() for name in shard}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {
+            name: file for file, shard in zip(names, shards, strict=True) for name in shard
+        }
+        total = sum(view.nbytes for view in weights.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+
+
+def published_config(model: Family) -> dict[str, Any]:
+    """The config.json a model came from, with its present dtype and the ids it works with."""
+    config = {key: value for key, value in model.published.items() if key != "dtype"}
+    info = model.info
+    ids = {"mask_token_id": info.mask_id, "eos_token_id": info.end_ids, "pad_token_id": info.pad_id}
+    found = {key: value for key, value in ids.items() if config.get(key) is None}
+    return config | found | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def _split(weights: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
+    """Names in order, in lists of at most `max_bytes` together (a larger tensor stays alone)."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, view in weights.items():
+        if shards[-1] and size + view.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += view.nbytes
+    return shards
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, indent=2, sort_keys=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
+    return ", ".join(shown[:NAMES_SHOWN]) + more

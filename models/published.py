@@ -1,0 +1,150 @@
+"""What the files of a published checkpoint say, and what is asked of a family that is read from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dlm_decode.errors import CheckpointError
+from dlm_decode.models import DiffusionLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Published:
+    """config.json, generation_config.json and the tokenizer of a checkpoint (the latter if any)."""
+
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def number(self, key: str) -> int:
+        """A positive integer that config.json must have."""
+        value = self.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def number_or(self, key: str, default: int) -> int:
+        """A positive integer, `default` where config.json has none or null."""
+        return default if self.config.get(key) is None else self.number(key)
+
+    def real(self, key: str, default: float) -> float:
+        """A positive number, `default` where config.json has none or null."""
+        value = self.config.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"config.json: {key} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false, `default` where config.json has none or null."""
+        value = self.config.get(key)
+        return default if value is None else bool(value)
+
+    def require(self, supported: Mapping[str, Any]) -> None:
+        """Refuse any field of config.json that is neither null nor the one `supported` value."""
+        for key, only in supported.items():
+            value = self.config.get(key)
+            if value is not None and value != only:
+                wanted = "null" if only is None else repr(only)
+                raise CheckpointError(
+                    f"config.json: {key} is {value!r}, but only {wanted} is supported"
+                )
+
+    def token_id(self, token: str) -> int | None:
+        """The id the tokenizer gives to `token`; None if it has no such token or there is none."""
+        if self.tokenizer is None:
+            return None
+        found = self.tokenizer.convert_tokens_to_ids(token)
+        known = isinstance(found, int) and self.tokenizer.convert_ids_to_tokens(found) == token
+        return found if known else None
+
+    def special_ids(self, tokens: SpecialTokens, vocab_size: int) -> SpecialIds:
+        """The ids of `tokens`: config.json, else the tokenizer, generation_config, the known ids.
+
+        The end of a turn stands in no config.json: only the tokenizer, or without one the known
+        id, tells it.
+        """
+        published = vocab_size == tokens.vocab_size
+        known = (tokens.mask_id, tokens.end_id, tokens.turn_id) if published else (None,) * 3
+        mask = self._ids("mask_token_id", tokens.mask, known[0])
+        ends = self._ids("eos_token_id", tokens.end, known[1])
+        turn = known[2] if self.tokenizer is None else self.token_id(tokens.turn)
+        ends = tuple(dict.fromkeys((*ends, *(() if turn is None else (turn,)))))
+        pads = self._ids("pad_token_id", tokens.end, known[1])
+        _check_ids(vocab_size, mask=mask, ends=ends)
+        return SpecialIds(mask[0], ends, pads[0] if pads else None)
+
+    def _ids(self, key: str, token: str, known: int | None) -> tuple[int, ...]:
+        sources = (self.config.get(key), self.token_id(token), self.generation.get(key), known)
+        found = next((source for source in sources if source is not None), ())
+        return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Texts of a family's special tokens, and their ids in its published vocabulary.
+
+    The ids are the last resort, for a folder of `vocab_size` tokens whose files do not name them.
+    """
+
+    mask: str
+    end: str
+    turn: str
+    vocab_size: int
+    mask_id: int
+    end_id: int
+    turn_id: int
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Special ids of one checkpoint; fields as in `ModelInfo`."""
+
+    mask_id: int
+    end_ids: tuple[int, ...]
+    pad_id: int | None
+
+
+def _check_ids(vocab_size: int, *, mask: tuple[int, ...], ends: tuple[int, ...]) -> None:
+    if len(mask) != 1:
+        raise CheckpointError(f"config.json: mask_token_id must be one id, got {mask or None}")
+    for name, value in (("mask", mask[0]), *(("end", end) for end in ends)):
+        if not isinstance(value, int) or not 0 <= value < vocab_size:
+            raise CheckpointError(
+                f"the {name} token id {value!r} lies outside the vocabulary of {vocab_size}"
+            )
+
+
+class Family(DiffusionLM, Protocol):
+    """A model that is read from and saved to a published layout."""
+
+    published: dict[str, Any]
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is of this family."""
+        ...
+
+    @classmethod
+    def from_published(
+        cls, files: Published, *, device: torch.device | str, dtype: torch.dtype
+    ) -> Family:
+        """The model with its weights allocated but not filled."""
+        ...
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every stored tensor under its published name: views, to be read or filled in place."""
+        ...
+
+    def aliases(self) -> dict[str, str]:
+        """Tensors that a checkpoint may repeat: their name -> the name of the one they equal."""
+        ...
