@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.errors import OptionError
-from dlm_decode.types import Output
+from dlm_decode.types import Canvas, Decision, Output
 
 LAWS = ("propose", "rank")
 """At temperature > 0: draw a token at every position and rank the draws, or rank, then draw."""
@@ -78,6 +78,15 @@ def longest_prefix(passes: Tensor, rank: Tensor, eligible: Tensor) -> Tensor:
     """
     unbroken = passes.to(torch.int8).cumprod(dim=-1).bool()
     return eligible & unbroken.gather(-1, rank)
+
+
+def commit_candidates(canvas: Canvas, output: Output, chosen: Tensor, scores: Tensor) -> Decision:
+    """Commit the candidates of the eligible ones of `chosen (B, W)`; `scores` go into the trace.
+
+    What stands in `scores (B, W)` where nothing is eligible is dropped.
+    """
+    kept = scores.masked_fill(~canvas.eligible, 0.0)
+    return Decision(output.candidate, chosen & canvas.eligible, scores=kept)
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,0 +1,44 @@
+"""Fixed number of tokens a step, the most confident ones first: LLaDA's own sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dlm_decode.noise import ORDER, uniform
+from dlm_decode.options import option
+from dlm_decode.quotas import QuotaSampler
+from dlm_decode.samplers import SAMPLERS
+from dlm_decode.scores import LAWS, confidence
+from dlm_decode.types import Canvas, Decision, Output
+
+
+@SAMPLERS.register("llada")
+@dataclass(frozen=True)
+class Llada(QuotaSampler):
+    """Each step commits its quota of the most confident tokens of the block.
+
+    "Large Language Diffusion Models", arXiv:2502.09992, algorithm 5 (low-confidence remasking). A
+    block of m masks takes S = steps // blocks steps; step s commits m // S + [s < m mod S] tokens
+    of highest c_i = p_i(x_i). Confidence is the model's own probability, at any temperature.
+    """
+
+    paper: ClassVar[str] = "Large Language Diffusion Models, arXiv:2502.09992"
+
+    remasking: str = option(
+        "low_confidence",
+        "which tokens are kept: the most confident ones, or random ones",
+        choices=("low_confidence", "random"),
+    )
+    law: str = option(
+        "propose",
+        "at temperature > 0: draw everywhere and rank the draws, or rank positions, then draw",
+        choices=LAWS,
+    )
+
+    def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
+        if self.remasking == "random":
+            c = uniform(canvas, ORDER)
+        else:
+            c = confidence(output, law=self.law)
+        return self.take(canvas, output, state, c), state
