@@ -213,7 +213,7 @@ class Backbone(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Statistics in fp32 or wider, rounded to the dtype of `x`, and only then scaled by `weight`."""
+    """Statistics in fp32 or wider, rounded to the dtype of `x` and only then scaled."""
     return F.rms_norm(x, weight.shape, None, eps) * weight
 
 

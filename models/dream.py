@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_decode.errors import CheckpointError
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
-from dlm_decode.models.published import Published, SpecialTokens
+from dlm_decode.models.published import Published, SpecialTokens, head_size
 
 SUPPORTED = {
     "hidden_act": "silu",
@@ -72,11 +71,6 @@ def backbone_config(files: Published) -> BackboneConfig:
     """Qwen2's field names to ours."""
     width, heads = files.number("hidden_size"), files.number("num_attention_heads")
     kv_heads = files.number_or("num_key_value_heads", heads)
-    if width % heads or heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: hidden_size {width} must be a multiple of num_attention_heads {heads}, "
-            f"and that of num_key_value_heads {kv_heads}"
-        )
     return BackboneConfig(
         vocab_size=files.number("vocab_size"),
         embedding_rows=files.number("vocab_size"),
@@ -84,7 +78,7 @@ def backbone_config(files: Published) -> BackboneConfig:
         layers=files.number("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_size=width // heads,
+        head_size=head_size(width, heads, kv_heads),
         ffn_size=files.number("intermediate_size"),
         max_positions=files.number("max_position_embeddings"),
         rms_eps=files.real("rms_norm_eps", 1e-6),

@@ -10,7 +10,7 @@ import torch
 from dlm_decode.errors import CheckpointError
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
-from dlm_decode.models.published import Published, SpecialTokens
+from dlm_decode.models.published import Published, SpecialTokens, head_size
 
 SUPPORTED = {
     "block_type": "llama",
@@ -83,11 +83,9 @@ def backbone_config(files: Published) -> BackboneConfig:
     width, heads = files.number("d_model"), files.number("n_heads")
     kv_heads, vocab_size = effective_kv_heads(files), files.number("vocab_size")
     embedding_rows = files.number_or("embedding_size", vocab_size)
-    if width % heads or heads % kv_heads or embedding_rows < vocab_size:
+    if embedding_rows < vocab_size:
         raise CheckpointError(
-            f"config.json: d_model {width} must be a multiple of n_heads {heads}, n_heads of the "
-            f"{kv_heads} key/value heads, and embedding_size {embedding_rows} must not be below "
-            f"vocab_size {vocab_size}"
+            f"config.json: embedding_size {embedding_rows} is below vocab_size {vocab_size}"
         )
     return BackboneConfig(
         vocab_size=vocab_size,
@@ -96,7 +94,7 @@ def backbone_config(files: Published) -> BackboneConfig:
         layers=files.number("n_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_size=width // heads,
+        head_size=head_size(width, heads, kv_heads),
         ffn_size=files.number_or("mlp_hidden_size", files.number_or("mlp_ratio", 4) * width),
         max_positions=files.number("max_sequence_length"),
         rms_eps=files.real("rms_norm_eps", 1e-5),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files as resource_files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +36,12 @@ DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+}
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
 }
 NAMES_SHOWN = 3
 
@@ -69,7 +75,7 @@ def load_model(
     tokenizer = load_tokenizer(path)
     generation = path / "generation_config.json"
     files = Published(config, read_json(generation) if generation.exists() else {}, tokenizer)
-    dtype = dtype or configured_dtype(config) or stored_dtype(shards)
+    dtype = dtype or configured_dtype(config) or next(iter(shards.dtypes.values()))
     plan = family.from_published(files, device="meta", dtype=dtype)
     check_tensors(plan, shards)
     check_vocabulary(tokenizer, plan.info.vocab_size)
@@ -128,18 +134,20 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
         family = cast("type[Family]", FAMILIES.get(name))
         if family.matches(config):
             return family
+    known = ", ".join(FAMILIES.names())
     raise CheckpointError(
         f"model_type {config.get('model_type')!r} with architectures "
-        f"{config.get('architectures')} is of no known family (known: {', '.join(FAMILIES.names())})"
+        f"{config.get('architectures')} is of no known family (known: {known})"
     )
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which file of `folder` stores which tensor, with its shape."""
+    """Which file stores which tensor, with its shape and dtype."""
 
-    files: Mapping[str, Path]
-    shapes: Mapping[str, tuple[int, ...]]
+    files: dict[str, Path] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, file by file, each read when it is asked for."""
@@ -151,18 +159,27 @@ class Shards:
 
 def weight_shards(path: Path) -> Shards:
     """What the headers of all weight files in a folder say."""
-    stored: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    found = Shards()
     for file in shard_paths(path):
         with open_shard(file) as shard:
             for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                if name in stored:
-                    raise CheckpointError(
-                        f"{name} is stored in {stored[name].name} and {file.name}"
-                    )
-                stored[name] = file
-                shapes[name] = tuple(shard.get_slice(name).get_shape())
-    return Shards(stored, shapes)
+                _note_tensor(found, name, file, shard.get_slice(name))
+    if not found.files:
+        raise CheckpointError(f"the weight files of {path} hold no tensors")
+    return found
+
+
+def _note_tensor(found: Shards, name: str, file: Path, header: Any) -> None:
+    if name in found.files:
+        raise CheckpointError(f"{name} is stored in {found.files[name].name} and in {file.name}")
+    if header.get_dtype() not in STORED_DTYPES:
+        raise CheckpointError(
+            f"{name} in {file.name} is stored as {header.get_dtype()}; only "
+            f"{', '.join(STORED_DTYPES)} are supported, no quantised weights"
+        )
+    found.files[name] = file
+    found.shapes[name] = tuple(header.get_shape())
+    found.dtypes[name] = STORED_DTYPES[header.get_dtype()]
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -204,13 +221,6 @@ def configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     if name not in DTYPES:
         raise CheckpointError(f"config.json: dtype {name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def stored_dtype(shards: Shards) -> torch.dtype:
-    """The dtype of the first stored tensor."""
-    for _, tensor in shards.tensors():
-        return tensor.dtype
-    raise CheckpointError("the weight files hold no tensors")
 
 
 def check_tensors(model: Family, shards: Shards) -> None:
@@ -259,8 +269,6 @@ def fill(model: Family, shards: Shards) -> None:
     slots, aliases = model.weights(), model.aliases()
     repeats: list[tuple[str, Tensor]] = []
     for name, tensor in shards.tensors():
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{name} is {tensor.dtype}; quantised weights are not supported")
         if name in aliases:
             repeats.append((name, tensor))
             continue
@@ -295,9 +303,10 @@ def _tokenizer_class(path: Path) -> Any:
 
     settings = path / "tokenizer_config.json"
     described = read_json(settings) if settings.exists() else {}
-    own = described.get("tokenizer_class")
-    if own and "auto_map" not in described and hasattr(transformers, own):
-        return getattr(transformers, own)
+    own = getattr(transformers, str(described.get("tokenizer_class")), None)
+    plain = isinstance(own, type) and issubclass(own, transformers.PreTrainedTokenizerBase)
+    if plain and "auto_map" not in described:
+        return own
     if (path / "tokenizer.json").exists():
         return transformers.PreTrainedTokenizerFast
     return transformers.Qwen2Tokenizer

@@ -1,4 +1,4 @@
-"""What the files of a published checkpoint say, and what is asked of a family that is read from them."""
+"""What a published checkpoint says of itself, and what is asked of a family read from one."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ class Published:
         if self.tokenizer is None:
             return None
         found = self.tokenizer.convert_tokens_to_ids(token)
-        known = isinstance(found, int) and self.tokenizer.convert_ids_to_tokens(found) == token
-        return found if known else None
+        if isinstance(found, int) and self.tokenizer.convert_ids_to_tokens(found) == token:
+            return found
+        return None
 
     def special_ids(self, tokens: SpecialTokens, vocab_size: int) -> SpecialIds:
         """The ids of `tokens`: config.json, else the tokenizer, generation_config, the known ids.
@@ -112,6 +113,16 @@ class SpecialIds:
     mask_id: int
     end_ids: tuple[int, ...]
     pad_id: int | None
+
+
+def head_size(width: int, heads: int, kv_heads: int) -> int:
+    """The even size of one head; refuses sizes that do not divide."""
+    if width % (2 * heads) or heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: a width of {width} with {heads} heads and {kv_heads} key/value heads "
+            "does not divide into heads of an even size"
+        )
+    return width // heads
 
 
 def _check_ids(vocab_size: int, *, mask: tuple[int, ...], ends: tuple[int, ...]) -> None:
