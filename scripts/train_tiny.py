@@ -37,17 +37,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and logs")
     parser.add_argument("--out", type=Path, help="report: folder to export both models to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--width", type=int, default=160)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--heads", type=int, default=5)
-    parser.add_argument("--hidden", type=int, default=448)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument(
         "--weights",
         type=parse_weights,
         default=parse_weights("mini-gsm8k=1,mini-mbpp=0.5,lists=1.8,grids=0.8"),
         help="family=weight,... shares of the documents",
     )
-    parser.add_argument("--ar-steps", type=int, default=3600)
+    parser.add_argument("--ar-steps", type=int, default=3000)
     parser.add_argument("--ar-rows", type=int, default=40, help="rows of 128 tokens a step")
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,17 @@ def diffusion_loss(model: TinyTransformer, batch: DiffusionBatch) -> Tensor:
     return (losses * batch.weights[scored]).sum() / batch.weights.shape[0]
 
 
+def _prefetched(make_batch: Callable[[int], Any], steps: range) -> Iterator[Any]:
+    """The batches of `steps`, each made in a second thread while the one before it is used."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(make_batch, steps.start) if steps else None
+        for step in steps:
+            assert pending is not None
+            batch = pending.result()
+            pending = pool.submit(make_batch, step + 1) if step + 1 < steps.stop else None
+            yield batch
+
+
 class Run:
     """A model in training in a folder: `checkpoint.pt` to resume from and `log.jsonl` with the
     curves.
@@ -90,8 +102,7 @@ class Run:
         losses: list[float] = []
         end = self.config.steps if until is None else min(until, self.config.steps)
         started, before_s = time.monotonic(), self.elapsed_s
-        while self.step < end:
-            batch = make_batch(self.step)
+        for batch in _prefetched(make_batch, range(self.step, end)):
             losses.append(self._update(batch, loss_of))
             self.step += 1
             self.tokens += batch.ids.numel()

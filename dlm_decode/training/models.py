@@ -45,10 +45,10 @@ class ModelConfig:
     """Sizes of a tiny transformer. `width` must be a multiple of `2 * heads`."""
 
     vocab_size: int
-    width: int = 160
+    width: int = 128
     layers: int = 5
-    heads: int = 5
-    hidden: int = 448
+    heads: int = 4
+    hidden: int = 384
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
 

@@ -21,16 +21,18 @@ _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _FUSED = {"qkv": 3, "gate_up": 2}
 
 
-def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
+def orthogonalise(
+    matrices: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """Roughly the nearest orthogonal matrix to each of `matrices` `[n, rows, columns]`, rows <=
     columns.
     """
     a, b, c = _NEWTON_SCHULZ
-    x = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    return x.to(matrices.dtype)
 
 
 class Optimizer:
