@@ -291,18 +291,25 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a folder, without running code from it; None if it has no files of one."""
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         return None
+    settings = path / "tokenizer_config.json"
+    described = read_json(settings) if settings.exists() else {}
     try:
-        return cast("PreTrainedTokenizerBase", _tokenizer_class(path).from_pretrained(str(path)))
+        tokenizer = _tokenizer_class(path, described).from_pretrained(str(path))
     except Exception as error:  # whatever a broken file makes the tokenizer libraries raise
         raise CheckpointError(f"the tokenizer files of {path} do not load: {error}") from error
+    for number, token in described.get("added_tokens_decoder", {}).items():
+        found = tokenizer.convert_tokens_to_ids(token["content"])
+        if found != int(number):
+            raise CheckpointError(
+                f"{settings} gives {token['content']!r} the id {number}, but it loads as {found}"
+            )
+    return tokenizer
 
 
-def _tokenizer_class(path: Path) -> Any:
+def _tokenizer_class(path: Path, described: Mapping[str, Any]) -> Any:
     """The class a folder names, or where that is code of the folder's own, the plain equivalent."""
     import transformers
 
-    settings = path / "tokenizer_config.json"
-    described = read_json(settings) if settings.exists() else {}
     own = getattr(transformers, str(described.get("tokenizer_class")), None)
     plain = isinstance(own, type) and issubclass(own, transformers.PreTrainedTokenizerBase)
     if plain and "auto_map" not in described:

@@ -215,11 +215,13 @@ class Tabular:
     def _canvas(self, mean: Tensor) -> Tensor:
         """Tokens `(T, n)` from the mean of the visible one-hots `(T, n * V)`.
 
-        A cell seen with two tokens gets a code beyond the vocabulary: no sequence agrees with it.
+        The least of the entries is what one key counts for. A cell that is seen twice gets a code
+        beyond the vocabulary: no sequence agrees with it.
         """
-        seen = mean > mean.amax(-1, keepdim=True) / 2
-        seen = seen.unflatten(-1, (self.length, self.info.vocab_size))
-        tokens, times = seen.int().argmax(-1), seen.sum(-1)
+        present = mean > mean.amax(-1, keepdim=True) * 1e-3
+        once = mean.masked_fill(~present, torch.inf).amin(-1, keepdim=True)
+        counts = (mean / once).round().unflatten(-1, (self.length, self.info.vocab_size))
+        tokens, times = counts.argmax(-1), counts.sum(-1)
         tokens = tokens.masked_fill(times == 0, self.info.mask_id)
         return tokens.masked_fill(times > 1, self.info.vocab_size)
 
