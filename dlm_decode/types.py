@@ -79,12 +79,10 @@ class Canvas:
 class Query:
     """Window contents to forward instead of the canvas as it stands: R branches of each row.
 
-    `tokens` is `(B, R, W)`; `embeds (B, R, W, D)` replaces the embeddings where given. Branches
-    share the row's stored context and write nothing.
+    `tokens` is `(B, R, W)`. Branches share the row's stored context; only branch 0 is stored.
     """
 
     tokens: Tensor
-    embeds: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,10 @@ class Output:
     where `valid`. Always there: `top1` (id), `p1` (its probability), `valid`. Declared in the
     sampler's `needs`: "p2", "entropy" (nats), "filtered" (`q1`, `q2`, `q_entropy` of the tempered
     and top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned ids at -inf, "hidden"
-    `(B, W, D)`. At temperature > 0 also `sampled` (id), `p_sampled` and, with "filtered",
-    `q_sampled`. Asking for a statistic that was not declared raises `CapabilityError`.
+    `(B, W, D)`; "decided" asks for statistics of decided positions too. At temperature > 0 also
+    `sampled` (id), `p_sampled` and, with "filtered", `q_sampled`. `q2` needs "p2" beside
+    "filtered", `q_entropy` needs "entropy". Asking for what was not declared raises
+    `CapabilityError`.
     """
 
     stats: Mapping[str, Tensor]

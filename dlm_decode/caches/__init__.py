@@ -64,7 +64,7 @@ class CachePolicy(Options):
     stores: ClassVar[bool] = True
 
     def plan(self, row: RowView) -> RowPlan:
-        """What to compute for this row now. Every eligible position i needs i - shift in `query`."""
+        """What to compute for this row now; an eligible i needs i - shift in the query."""
         raise NotImplementedError
 
 

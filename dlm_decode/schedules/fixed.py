@@ -37,4 +37,4 @@ class Fixed(Schedule):
 
     def _block(self, span: Span, index: int) -> Window:
         start = self.origin(span) + index * span.block_length
-        return Window(max(start, span.start), min(start + span.block_length, span.stop), index)
+        return Window(start, min(start + span.block_length, span.stop), index)

@@ -1,0 +1,318 @@
+"""The Python interface: `load` a model, make a `Decoder`, `generate` or `stream`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dlm_decode.caches import CACHES, CachePolicy
+from dlm_decode.engine import Engine
+from dlm_decode.errors import CapabilityError, OptionError, RequestError
+from dlm_decode.models import DiffusionLM
+from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
+from dlm_decode.options import Options, unknown_option_message
+from dlm_decode.registry import Registry
+from dlm_decode.rows import Row, check_request, make_row
+from dlm_decode.samplers import SAMPLERS, Sampler
+from dlm_decode.schedules import SCHEDULES, Schedule
+from dlm_decode.types import Draw, Frame, Generation, Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Request
+"""Text, chat messages, token ids, or a ready `Request`."""
+
+
+def load(
+    name_or_path: str | Path | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+) -> LoadedModel:
+    """A model and its tokenizer from a folder or hub id; the bundled tiny model by default.
+
+    `dtype` None keeps the checkpoint's (on the CPU the bundled fp16 model runs in fp32). Raises
+    `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
+    """
+    if name_or_path is None:
+        name_or_path, dtype = bundled_model_path(), dtype or torch.float32
+    return load_model(name_or_path, dtype=_dtype(dtype), device=_device(device))
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise OptionError(f"dtype must be a floating-point type such as float32, got {dtype!r}")
+    return found
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    try:
+        found = torch.device(device or "cpu")
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).split("\n", 1)[0]
+        raise OptionError(f"device {device!r} cannot be used: {first}") from None
+    return found
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The four independent choices of a decoder, built."""
+
+    sampler: Sampler
+    cache: CachePolicy
+    schedule: Schedule
+    draw: Draw
+
+
+class Decoder:
+    """Decodes requests with one model, sampler, cache policy and schedule.
+
+    Names or ready objects are accepted. `options` are published option names, given to whichever
+    part has them ("cache.refresh_every" names the part). Rows are decoded `max_batch_size` at a
+    time; each row's result is the same alone and in any batch.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel | DiffusionLM,
+        sampler: str | Sampler = "threshold",
+        cache: str | CachePolicy = "none",
+        schedule: str | Schedule = "fixed",
+        *,
+        options: Mapping[str, Any] | None = None,
+        draw: Draw | None = None,
+        temperature: float | None = None,
+        cfg_scale: float = 0.0,
+        seed: int = 0,
+        max_batch_size: int = 8,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        debug: bool = False,
+    ) -> None:
+        """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit."""
+        loaded = isinstance(model, LoadedModel)
+        self.model: DiffusionLM = model.model if isinstance(model, LoadedModel) else model
+        self.tokenizer = tokenizer or (model.tokenizer if loaded else None)
+        self.seed = _checked("seed", seed, int, low=None)
+        given = dict(options or {})
+        if temperature is not None:
+            given["temperature"] = temperature
+        self.parts = build_parts(sampler, cache, schedule, given, draw)
+        self.engine = Engine(
+            self.model,
+            self.parts.sampler,
+            self.parts.cache,
+            self.parts.schedule,
+            self.parts.draw,
+            cfg_scale=float(_checked("cfg_scale", cfg_scale, (int, float), low=0)),
+            max_batch_size=_checked("max_batch_size", max_batch_size, int, low=1),
+            debug=debug,
+        )
+
+    def request(self, prompt: Prompt, *, chat: bool = True, **settings: Any) -> Request:
+        """A `Request` from text, chat messages or ids; `settings` are its other fields.
+
+        Text becomes one user message when the tokenizer has a chat template (unless `chat` is
+        False); ids are taken as they are.
+        """
+        known = [f.name for f in fields(Request) if f.name != "prompt_ids"]
+        for key in settings:
+            if key not in known:
+                raise RequestError(unknown_option_message(key, known, "a request"))
+        if isinstance(prompt, Request):
+            return replace(prompt, **settings)
+        return Request(self.encode(prompt, chat=chat), **settings)
+
+    def encode(self, prompt: Prompt, *, chat: bool = True) -> list[int]:
+        """Token ids of text, chat messages or ids."""
+        if isinstance(prompt, str):
+            messages: list[Mapping[str, str]] = [{"role": "user", "content": prompt}]
+            if not prompt.strip():
+                raise RequestError("the prompt is empty: give at least one word")
+            tokenizer = self._tokenizer("a text prompt")
+            if not (chat and tokenizer.chat_template):
+                return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        elif len(prompt) and isinstance(prompt[0], Mapping):  # type: ignore[arg-type, index]
+            messages = [dict(m) for m in prompt]  # type: ignore[union-attr, arg-type]
+        else:
+            return list(prompt)  # type: ignore[arg-type]
+        return self._chat_ids(messages)
+
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` or `CapabilityError` if `request` cannot be decoded."""
+        check_request(request, self.model.info)
+        if request.stop:
+            self._tokenizer("a stop string")
+
+    def generate(self, prompts: Prompt | Iterable[Prompt], **settings: Any) -> list[Generation]:
+        """Decode prompts (one or many) and return their results in the same order.
+
+        `settings` are fields of `Request`, the same for all prompts that are not requests.
+        """
+        requests = self._requests(prompts, settings)
+        done: dict[int, Generation] = {}
+        for place, _, result in self._run(requests):
+            if result is not None:
+                done[place] = result
+        return [done[i] for i in range(len(requests))]
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
+        """Decode requests and yield each result the moment it is complete."""
+        for _, _, result in self._run(list(requests)):
+            if result is not None:
+                yield result
+
+    def stream(self, prompts: Prompt | Iterable[Prompt], **settings: Any) -> Iterator[Frame]:
+        """Yield every row's canvas after each turn; the last frame of a row holds its result."""
+        for _, row, result in self._run(self._requests(prompts, settings)):
+            span = slice(row.span.start, row.span.stop)
+            yield Frame(
+                row.request.id,
+                tuple(row.tokens[span].tolist()),
+                tuple(row.masked[span].tolist()),
+                row.turn,
+                result,
+            )
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[int, Row, Generation | None]]:
+        requests = _told_apart(requests)
+        info, schedule = self.model.info, self.parts.schedule
+        for request in requests:
+            self.check(request)
+        rows = [make_row(request, info, schedule, self.seed) for request in requests]
+        places = {id(row): place for place, row in enumerate(rows)}
+        for row, result in self.engine.run(rows):
+            yield places[id(row)], row, None if result is None else self._worded(row, result)
+
+    def _worded(self, row: Row, result: Generation) -> Generation:
+        """The result with its text: cut at the first end id, decoded, cut at stop strings."""
+        if self.tokenizer is None:
+            return result
+        text = str(self.tokenizer.decode(result.ids[: result.tokens], skip_special_tokens=True))
+        for stop in row.request.stop:
+            text = text.split(stop, 1)[0] if stop else text
+        return replace(result, text=text)
+
+    def _requests(
+        self, prompts: Prompt | Iterable[Prompt], settings: Mapping[str, Any]
+    ) -> list[Request]:
+        if isinstance(prompts, (str, Request)):
+            prompts = [prompts]
+        listed = list(prompts)
+        if listed and not isinstance(listed[0], (str, Request)) and not _is_nested(listed[0]):
+            listed = [listed]  # type: ignore[list-item]
+        made = [self.request(prompt, **settings) for prompt in listed]  # type: ignore[arg-type]
+        return [r if r.id else replace(r, id=str(i)) for i, r in enumerate(made)]
+
+    def _chat_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        tokenizer = self._tokenizer("a chat prompt")
+        if not tokenizer.chat_template:
+            raise CapabilityError("this model's tokenizer has no chat template: give plain text")
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise RequestError(f"the chat template refuses these messages: {error}") from None
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _tokenizer(self, what: str) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise CapabilityError(f"{what} needs a tokenizer, and this model has none: give ids")
+        return self.tokenizer
+
+
+def build_parts(
+    sampler: str | Sampler,
+    cache: str | CachePolicy,
+    schedule: str | Schedule,
+    options: Mapping[str, Any],
+    draw: Draw | None = None,
+) -> Parts:
+    """Build the four parts, handing each option to the part that has it.
+
+    A key may be prefixed ("sampler.", "cache.", "schedule.", "draw."); it must be when two parts
+    share it. Raises `OptionError` naming the nearest key.
+    """
+    kinds: dict[str, tuple[Registry[Any] | None, Any]] = {
+        "sampler": (SAMPLERS, sampler),
+        "cache": (CACHES, cache),
+        "schedule": (SCHEDULES, schedule),
+        "draw": (None, draw),
+    }
+    classes = {name: _class_of(registry, thing) for name, (registry, thing) in kinds.items()}
+    known = {name: _option_names(cls) for name, cls in classes.items()}
+    sorted_out: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    for key, value in options.items():
+        owner, name = _owner(key, known)
+        sorted_out[owner][name] = value
+    return Parts(
+        SAMPLERS.create(sampler, sorted_out["sampler"]),
+        CACHES.create(cache, sorted_out["cache"]),
+        SCHEDULES.create(schedule, sorted_out["schedule"]),
+        replace(draw or Draw(), **sorted_out["draw"]),
+    )
+
+
+def _class_of(registry: Registry[Any] | None, thing: Any) -> type[Options]:
+    if registry is None:
+        return Draw
+    return registry.get(thing) if isinstance(thing, str) else type(thing)
+
+
+def _option_names(cls: type[Options]) -> set[str]:
+    return {f.name for f in fields(cls) if "help" in f.metadata}
+
+
+def _owner(key: str, known: Mapping[str, set[str]]) -> tuple[str, str]:
+    part, _, name = key.rpartition(".")
+    if part and part not in known:
+        raise OptionError(f"unknown part {part!r} in option {key!r} (parts: {', '.join(known)})")
+    owners = [p for p, names in known.items() if name in names and part in ("", p)]
+    if not owners:
+        candidates = known[part] if part else set().union(*known.values())
+        raise OptionError(unknown_option_message(name, candidates, part or "this combination"))
+    if len(owners) > 1:
+        choices = ", ".join(f"{p}.{name}" for p in owners)
+        raise OptionError(f"option {name!r} belongs to several parts: write one of {choices}")
+    return owners[0], name
+
+
+def _told_apart(requests: list[Request]) -> list[Request]:
+    """Give equal requests of one call different draws, counted in order of appearance."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    apart = []
+    for request in requests:
+        content = (
+            tuple(request.prompt_ids),
+            tuple(request.suffix_ids),
+            tuple(sorted(request.frozen.items())),
+            request.gen_length,
+            request.seed,
+            request.sample,
+        )
+        apart.append(replace(request, sample=request.sample + seen[content]))
+        seen[content] += 1
+    return apart
+
+
+def _is_nested(prompt: Any) -> bool:
+    """Whether the first element of a list is a prompt itself, not an id or a message."""
+    return isinstance(prompt, (list, tuple))
+
+
+def _checked(name: str, value: Any, kind: Any, *, low: float | None) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kind) or value != value:
+        raise OptionError(f"{name} must be a number, got {value!r}")
+    if low is not None and value < low:
+        raise OptionError(f"{name} must be at least {low}, got {value}")
+    return value

@@ -1,0 +1,399 @@
+"""The loop: plan, query, forward, decide, apply, advance; exactly one forward and one sync a turn.
+
+The engine alone owns the rows, the canvas, the K/V store, the noise keys and the accounting.
+Samplers, cache policies, schedules and models are handed in and know nothing of one another.
+Rows enter as places become free and leave the moment they are finished.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_decode.attention import PackedAttention
+from dlm_decode.caches import CachePolicy, RowPlan
+from dlm_decode.canvas import build_canvas, window_base, window_width
+from dlm_decode.errors import CapabilityError
+from dlm_decode.head import HeadPlan, Scored, statistics
+from dlm_decode.kv import KVStore, page_bytes, pages_of
+from dlm_decode.memory import require_bytes
+from dlm_decode.models import DiffusionLM
+from dlm_decode.packing import Packed, Scope, pack, record_writes
+from dlm_decode.rows import COMMIT, OVERWRITE, REMASK, Row
+from dlm_decode.samplers import Sampler
+from dlm_decode.schedules import Schedule
+from dlm_decode.scores import best
+from dlm_decode.tree import select_rows, where_rows
+from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
+
+OFFERED = frozenset({"p2", "entropy", "filtered", "logits", "hidden", "decided"})
+"""Needs of a sampler that this engine can meet."""
+
+PAGE_LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A model with one sampler, cache policy and schedule; `run` decodes rows with them.
+
+    `cfg_scale` > 0 adds an unconditional lane to every row (logits u + (1 + scale)(c - u)).
+    `debug` checks each plan and decision against the invariants, at the cost of syncs.
+    """
+
+    model: DiffusionLM
+    sampler: Sampler
+    cache: CachePolicy
+    schedule: Schedule
+    draw: Draw
+    cfg_scale: float = 0.0
+    max_batch_size: int = 8
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        unmet = self.sampler.needs - OFFERED
+        if unmet:
+            raise CapabilityError(
+                f"the sampler needs {', '.join(sorted(unmet))}, which this engine does not offer "
+                f"(offered: {', '.join(sorted(OFFERED))})"
+            )
+        if self.model.info.regime != "full":
+            raise CapabilityError(
+                f"{self.model.info.family} attends block-causally, which this engine cannot do yet"
+            )
+
+    @property
+    def lanes(self) -> int:
+        return 2 if self.cfg_scale > 0 else 1
+
+    def run(self, rows: Sequence[Row]) -> Iterator[tuple[Row, Generation | None]]:
+        """Decode `rows`, at most `max_batch_size` at a time.
+
+        After every turn each row in flight is yielded with None, or with its result if that turn
+        finished it. Rows are told apart by identity; the order of completion is theirs.
+        """
+        if not rows:
+            return
+        state = _Flight(self._store(rows), window_width(rows, self.sampler, self.schedule))
+        waiting = deque(rows)
+        try:
+            while waiting or state.rows:
+                self._admit(state, waiting)
+                with torch.inference_mode():
+                    self._turn(state)
+                yield from self._settle_rows(state)
+        finally:
+            for row in state.rows:
+                state.release(row)
+
+    def _store(self, rows: Sequence[Row]) -> KVStore | None:
+        """A store for the most positions that can be in flight at once, or None."""
+        if not self.cache.stores:
+            return None
+        info, dtype = self.model.info, self.model.dtype
+        needed = sorted((pages_of(r.length, PAGE_LENGTH) for r in rows), reverse=True)
+        pages = self.lanes * sum(needed[: self.max_batch_size])
+        size = page_bytes(info, PAGE_LENGTH, dtype.itemsize)
+        what = f"K/V of {min(len(rows), self.max_batch_size)} rows"
+        require_bytes(pages * size, self.model.device, what)
+        return KVStore(
+            info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=self.model.device
+        )
+
+    def _admit(self, state: _Flight, waiting: deque[Row]) -> None:
+        while waiting and len(state.rows) < self.max_batch_size:
+            state.admit(waiting.popleft(), self.lanes)
+
+    def _turn(self, state: _Flight) -> None:
+        """One forward for all rows in flight, and what follows from it."""
+        rows, info = state.rows, self.model.info
+        plans = [self.cache.plan(row.view(info.shift)) for row in rows]
+        base = window_base(rows, self.sampler)
+        canvas, readable = build_canvas(
+            rows,
+            plans,
+            base,
+            state.width,
+            self.model,
+            wide=self.sampler.scope == "canvas",
+            decided="decided" in self.sampler.needs,
+        )
+        memory = self._memory(state, canvas)
+        query = self.sampler.query(canvas, memory)
+        scope = Scope(base, state.width, 1 if query is None else query.tokens.shape[1])
+        if self.debug:
+            _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
+        output = self._forward(state, plans, readable, canvas, query, scope)
+        focus = self.schedule.focus(canvas, output)
+        if focus is not None:
+            canvas = _focused(canvas, focus)
+        decision, state.memory = self.sampler.decide(canvas, output, memory)
+        finishing = torch.tensor([r.finishing for r in rows], device=canvas.tokens.device)
+        first = output if scope.branches == 1 else output.branch(0)
+        outcome = _outcome(canvas, first, decision, finishing, focus)
+        self._apply(state, plans, base, outcome.cpu(), scope.branches)
+
+    def _memory(self, state: _Flight, canvas: Canvas) -> Any:
+        """Sampler state for this turn: kept rows first, fresh ones begun anew."""
+        per_block = self.sampler.scope == "block"
+        fresh = [r.place < 0 or (per_block and r.fresh) for r in state.rows]
+        places = [max(r.place, 0) for r in state.rows]
+        moved = places != list(range(len(places))) or len(places) != state.count
+        for place, row in enumerate(state.rows):
+            row.place, row.fresh = place, False
+        memory, state.count = state.memory, len(state.rows)
+        device = canvas.tokens.device
+        if all(fresh):
+            return self.sampler.init(canvas)
+        if moved:
+            memory = select_rows(memory, torch.tensor(places, device=device))
+        if any(fresh):
+            begun = self.sampler.init(canvas)
+            memory = where_rows(torch.tensor(fresh, device=device), begun, memory)
+        return memory
+
+    def _forward(
+        self,
+        state: _Flight,
+        plans: Sequence[RowPlan],
+        readable: Sequence[np.ndarray],
+        canvas: Canvas,
+        query: Query | None,
+        scope: Scope,
+    ) -> Output:
+        info = self.model.info
+        packed = pack(
+            state.rows,
+            plans,
+            readable,
+            scope,
+            lanes=self.lanes,
+            shift=info.shift,
+            mask_id=info.mask_id,
+            device=self.model.device,
+        )
+        ids = packed.ids
+        if query is not None and packed.window_from is not None:
+            chosen = query.tokens.reshape(-1)[packed.window_from]
+            ids = ids.index_copy(0, packed.window_to, chosen)
+        attend = PackedAttention(
+            packed.groups,
+            state.store,
+            packed.write_from,
+            packed.write_to,
+            write_all=packed.write_all,
+        )
+        hidden = self.model.forward(ids, packed.positions, attend)
+        record_writes(state.rows, plans)
+        scored = _scored(state.rows, readable, packed, canvas, query, scope)
+        return self._read(hidden, packed, scored, canvas, scope)
+
+    def _read(
+        self, hidden: Tensor, packed: Packed, scored: Scored, canvas: Canvas, scope: Scope
+    ) -> Output:
+        """Statistics of the scored positions, laid out as `(B, W)` or `(B, R, W)`."""
+        info, needs = self.model.info, self.sampler.needs
+        lanes = [hidden.index_select(0, read) for read in packed.read]
+        plan = HeadPlan(info.vocab_size, needs, self.draw, info.mask_id, info.end_ids)
+        stats = statistics(self._tile(lanes), scored, plan)
+        if "hidden" in needs:
+            stats["hidden"] = lanes[0]
+        stats["valid"] = torch.ones_like(packed.scatter, dtype=torch.bool)
+        rows = canvas.tokens.shape[0]
+        shape = (rows, scope.width) if scope.branches == 1 else (rows, scope.branches, scope.width)
+        total = rows * scope.branches * scope.width
+        return Output({k: _spread(v, packed.scatter, total, shape) for k, v in stats.items()})
+
+    def _tile(self, lanes: Sequence[Tensor]) -> Callable[[int, int], Tensor]:
+        """The LM head on one vocabulary tile, guidance applied."""
+        model, scale = self.model, self.cfg_scale
+        if len(lanes) == 1:
+            return lambda start, stop: model.logits(lanes[0], start, stop)
+
+        def guided(start: int, stop: int) -> Tensor:
+            conditional, free = (model.logits(lane, start, stop) for lane in lanes)
+            return free + (scale + 1) * (conditional - free)
+
+        return guided
+
+    def _apply(
+        self,
+        state: _Flight,
+        plans: Sequence[RowPlan],
+        base: Sequence[int],
+        outcome: Tensor,
+        branches: int,
+    ) -> None:
+        """Carry the outcome, now on the host, over to the rows."""
+        codes, tokens = outcome[0].numpy(), outcome[1].numpy()
+        sure = outcome[2].to(torch.int32).view(torch.float32).numpy()
+        extra = outcome[3].numpy()
+        state.done = [bool(flag) for flag in extra[:, 0]]
+        for i, row in enumerate(state.rows):
+            row.charge(plans[i], self.lanes * branches)
+            row.apply(base[i], codes[i], tokens[i], sure[i])
+            stop = int(extra[i, 1]) if extra.shape[1] > 1 else -1
+            if stop >= 0 and stop != row.window.stop:
+                row.window = replace(row.window, stop=stop)
+            row.advance(self.schedule)
+
+    def _settle_rows(self, state: _Flight) -> Iterator[tuple[Row, Generation | None]]:
+        """Report every row; finished ones give back their place first."""
+        ends, revokes = self.model.info.end_ids, "revokes" in self.sampler.traits
+        flying, state.rows = state.rows, []
+        reports: list[tuple[Row, Generation | None]] = []
+        for row, done in zip(flying, state.done, strict=True):
+            if not row.masked.any() or done or row.ended(ends, revokes):
+                state.release(row)
+                reports.append((row, row.close(self.model.info)))
+            else:
+                state.rows.append(row)
+                reports.append((row, None))
+        yield from reports
+
+
+class _Flight:
+    """What one call of `run` holds between turns."""
+
+    def __init__(self, store: KVStore | None, width: int) -> None:
+        self.store = store
+        self.width = width
+        self.rows: list[Row] = []
+        self.memory: Any = ()
+        self.count = 0
+        self.done: list[bool] = []
+
+    def admit(self, row: Row, lanes: int) -> None:
+        if self.store is not None:
+            row.slots = tuple(self.store.allocate(row.length) for _ in range(lanes))
+        self.rows.append(row)
+
+    def release(self, row: Row) -> None:
+        slots, row.slots = row.slots, ()
+        if self.store is not None:
+            for slot in slots:
+                self.store.release(slot)
+
+
+def _scored(
+    rows: Sequence[Row],
+    readable: Sequence[np.ndarray],
+    packed: Packed,
+    canvas: Canvas,
+    query: Query | None,
+    scope: Scope,
+) -> Scored:
+    """Noise keys and end-of-text policies of the scored positions."""
+    flat, width, branches = packed.scatter, scope.width, scope.branches
+    row = flat // (width * branches)
+    commits = canvas.commits[row]
+    if query is not None:
+        filled = (query.tokens != canvas.tokens[:, None]) & canvas.editable[:, None]
+        commits = commits + filled.sum(-1).reshape(-1)[flat // width]
+    place = flat % width
+    return Scored(
+        canvas.keys[row],
+        canvas.positions[row, place],
+        commits,
+        _end_mask(rows, readable, branches, _bans_end, flat.device),
+        _end_mask(rows, readable, branches, _demotes_end, flat.device),
+    )
+
+
+def _bans_end(row: Row, positions: np.ndarray) -> np.ndarray:
+    start_only = row.request.eos == "ban_start"
+    early = positions < row.span.start + row.request.eos_ban_length
+    return early if start_only else np.full(len(positions), row.request.eos == "banned")
+
+
+def _demotes_end(row: Row, positions: np.ndarray) -> np.ndarray:
+    return np.full(len(positions), row.request.eos == "no_confidence")
+
+
+def _end_mask(
+    rows: Sequence[Row],
+    readable: Sequence[np.ndarray],
+    branches: int,
+    rule: Callable[[Row, np.ndarray], np.ndarray],
+    device: torch.device,
+) -> Tensor | None:
+    """`rule` for every scored position, `(n,)`; None where it holds nowhere."""
+    parts = [np.tile(rule(row, p), branches) for row, p in zip(rows, readable, strict=True)]
+    mask = np.concatenate(parts)
+    return torch.from_numpy(mask).to(device) if mask.any() else None
+
+
+def _spread(values: Tensor, places: Tensor, total: int, shape: tuple[int, ...]) -> Tensor:
+    """`values (n, ...)` put at `places (n,)` of a zero tensor of `total` rows, then shaped."""
+    spread = values.new_zeros((total, *values.shape[1:]))
+    return spread.index_copy_(0, places, values).reshape(*shape, *values.shape[1:])
+
+
+def _focused(canvas: Canvas, stop: Tensor) -> Canvas:
+    return replace(canvas, eligible=canvas.eligible & (canvas.positions < stop[:, None]))
+
+
+def _outcome(
+    canvas: Canvas,
+    output: Output,
+    decision: Decision,
+    finishing: Tensor,
+    focus: Tensor | None,
+) -> Tensor:
+    """What happens to each position, as one int64 tensor `(4, B, W)` for a single transfer.
+
+    Planes: code, token, confidence (bits of an fp32), and per row done flag and window end. The
+    engine's guarantees are here: only eligible positions are committed, only decided editable ones
+    changed, never to the mask id, and a row that would do nothing commits its best position.
+    """
+    candidate = output.candidate
+    tokens = torch.where(decision.tokens == canvas.mask_id, candidate, decision.tokens)
+    commit = decision.commit & canvas.eligible
+    decided = canvas.editable & ~canvas.masked
+    changes = torch.zeros_like(commit)
+    codes = torch.zeros_like(tokens)
+    for wanted, code in ((decision.overwrite, OVERWRITE), (decision.remask, REMASK)):
+        if wanted is not None:
+            allowed = wanted & decided & ~finishing[:, None]
+            changes = changes | allowed
+            codes = codes.masked_fill(allowed, code)
+    fill = finishing if decision.fill is None else finishing | decision.fill
+    commit = commit | (fill[:, None] & canvas.masked & output.valid)
+    idle = ~(commit | changes).any(-1, keepdim=True)
+    commit = commit | (best(output.p1, canvas.eligible) & idle)
+    codes = codes.masked_fill(commit, COMMIT)
+    scores = output.p1 if decision.scores is None else decision.scores
+    sure = scores.float().view(torch.int32).to(torch.int64)
+    flags = torch.zeros_like(codes)
+    if decision.done is not None:
+        flags[:, 0] = decision.done
+    if flags.shape[1] > 1:
+        flags[:, 1] = -1 if focus is None else focus
+    return torch.stack([codes, tokens, sure, flags])
+
+
+def _check_plans(
+    rows: Sequence[Row],
+    plans: Sequence[RowPlan],
+    readable: Sequence[np.ndarray],
+    shift: int,
+    stored: bool,
+) -> None:
+    """Debug: queries are sorted and inside the row, and see only K/V that were stored."""
+    for row, plan, positions in zip(rows, plans, readable, strict=True):
+        query = plan.query
+        assert len(query) and (np.diff(query) > 0).all(), "query positions must ascend"
+        assert query[0] >= 0 and query[-1] < row.length, "query outside the row"
+        assert np.isin(np.maximum(positions - shift, 0), query).all(), "scored without a logit row"
+        assert plan.kind == "window" or len(query) == row.length, "a full forward computes all"
+        if plan.kind == "window":
+            assert stored, "a window forward needs stored K/V"
+            for slot in row.slots:
+                seen = np.ones(row.length, bool)
+                seen[query] = False
+                assert (slot.turns[seen] >= 0).all(), "a visible position was never stored"

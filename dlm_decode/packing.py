@@ -1,0 +1,234 @@
+"""One forward of many rows: which tokens go in, which keys they see, which outputs are read.
+
+Host side and NumPy only, from the rows' plans; the result is sent to the device in a few copies.
+A row's copies (guidance lanes times branches) are entries of their own. Entries of equal shape lie
+side by side, so that attention needs no mask and no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlm_decode.attention import Group
+from dlm_decode.caches import RowPlan
+from dlm_decode.kv import Slot
+from dlm_decode.rows import Row
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One copy of a row in a forward: `query` positions of `tokens (N,)`, in lane and branch."""
+
+    row: int
+    lane: int
+    branch: int
+    plan: RowPlan
+    tokens: np.ndarray
+    editable: np.ndarray
+    slot: Slot | None
+    branches: int
+
+    @property
+    def stores(self) -> bool:
+        return self.plan.kind != "full" and self.branch == 0
+
+    @property
+    def shape(self) -> tuple[str, int, int]:
+        """Entries of equal shape are attended in one call: kind, queries, stored keys."""
+        query, length = len(self.plan.query), len(self.tokens)
+        if self.plan.kind != "window":
+            return "own", query, 0
+        return (
+            ("window", query, length) if self.branches == 1 else ("branch", query, length - query)
+        )
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where each row's window begins (`base`, B entries), how wide windows are, and branches."""
+
+    base: tuple[int, ...]
+    width: int
+    branches: int = 1
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Everything about one forward, as device tensors (T packed tokens, n scored positions).
+
+    `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
+    the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
+    `window_from`/`window_to` put branch tokens (flat `(B, R, W)`) into the packed ids.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    groups: tuple[Group, ...]
+    write_from: Tensor | None
+    write_to: Tensor | None
+    write_all: bool
+    read: tuple[Tensor, ...]
+    scatter: Tensor
+    window_from: Tensor | None
+    window_to: Tensor | None
+
+
+def pack(
+    rows: Sequence[Row],
+    plans: Sequence[RowPlan],
+    scored: Sequence[np.ndarray],
+    scope: Scope,
+    *,
+    lanes: int,
+    shift: int,
+    mask_id: int,
+    device: torch.device,
+) -> Packed:
+    """Pack the rows' plans; `scored` are the absolute positions of each row to read out."""
+    entries = sorted(_entries(rows, plans, scope.branches, lanes, mask_id), key=lambda e: e.shape)
+    starts = np.cumsum([0, *(len(e.plan.query) for e in entries)])
+    send = _sender(device)
+    ids = np.concatenate([e.tokens[e.plan.query] for e in entries])
+    positions = np.concatenate([e.plan.query for e in entries])
+    write_from, write_to = _writes(entries, starts)
+    read, scatter = _reads(entries, starts, scored, scope, lanes, shift)
+    window_from, window_to = _branch_windows(entries, starts, scope)
+    return Packed(
+        send(ids),
+        send(positions),
+        tuple(_groups(entries, starts, send)),
+        send(write_from) if len(write_from) else None,
+        send(write_to) if len(write_to) else None,
+        len(write_from) == len(ids),
+        tuple(send(r) for r in read),
+        send(scatter),
+        send(window_from) if scope.branches > 1 else None,
+        send(window_to) if scope.branches > 1 else None,
+    )
+
+
+def record_writes(rows: Sequence[Row], plans: Sequence[RowPlan]) -> None:
+    """Note in each slot which ids its K/V now come from, and in which turn."""
+    for row, plan in zip(rows, plans, strict=True):
+        for slot in row.slots if plan.kind != "full" else ():
+            slot.tokens[plan.query] = row.tokens[plan.query]
+            slot.turns[plan.query] = row.turn
+
+
+def _sender(device: torch.device) -> Callable[[np.ndarray], Tensor]:
+    def send(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+    return send
+
+
+def _entries(
+    rows: Sequence[Row], plans: Sequence[RowPlan], branches: int, lanes: int, mask_id: int
+) -> Iterator[Entry]:
+    for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+        for lane in range(lanes):
+            tokens = row.tokens if lane == 0 else np.where(row.editable, row.tokens, mask_id)
+            slot = row.slots[lane] if row.slots else None
+            for branch in range(branches):
+                yield Entry(index, lane, branch, plan, tokens, row.editable, slot, branches)
+
+
+def _groups(
+    entries: Sequence[Entry], starts: np.ndarray, send: Callable[[np.ndarray], Tensor]
+) -> Iterator[Group]:
+    first = 0
+    for (kind, query, keys), members in groupby(entries, key=lambda e: e.shape):
+        run = list(members)
+        start = int(starts[first])
+        first += len(run)
+        if kind == "own":
+            yield Group(start, len(run), query, own=True)
+        elif kind == "branch":
+            places = np.stack([_outside(e) for e in run])
+            yield Group(start, len(run), query, own=True, length=keys, context=send(places))
+        else:
+            yield from _window_groups(run, start, query, keys, send)
+
+
+def _window_groups(
+    run: Sequence[Entry],
+    start: int,
+    query: int,
+    keys: int,
+    send: Callable[[np.ndarray], Tensor],
+) -> Iterator[Group]:
+    """One group if the slots lie at regular distances, single rows if each is consecutive."""
+    slots = [e.slot for e in run if e.slot is not None]
+    bases = [s.base for s in slots if s.base is not None]
+    if len(bases) < len(run):
+        places = np.stack([s.places for s in slots])
+        yield Group(start, len(run), query, own=False, length=keys, context=send(places))
+        return
+    distances = set(np.diff(bases).tolist())
+    if len(distances) <= 1 and min(distances, default=0) >= 0:
+        stride = distances.pop() if distances else 0
+        yield Group(start, len(run), query, False, keys, base=bases[0], stride=stride)
+        return
+    for i, base in enumerate(bases):
+        yield Group(start + i * query, 1, query, False, keys, base=base)
+
+
+def _outside(entry: Entry) -> np.ndarray:
+    """Pool indices of the stored positions that the entry does not compute itself."""
+    assert entry.slot is not None
+    return np.delete(entry.slot.places, entry.plan.query)
+
+
+def _writes(entries: Sequence[Entry], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    from_, to = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for entry, start in zip(entries, starts[:-1], strict=True):
+        if entry.stores and entry.slot is not None:
+            from_.append(np.arange(start, start + len(entry.plan.query)))
+            to.append(entry.slot.places[entry.plan.query])
+    return np.concatenate(from_), np.concatenate(to)
+
+
+def _reads(
+    entries: Sequence[Entry],
+    starts: np.ndarray,
+    scored: Sequence[np.ndarray],
+    scope: Scope,
+    lanes: int,
+    shift: int,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    read: list[list[np.ndarray]] = [[] for _ in range(lanes)]
+    scatter = []
+    order = sorted(range(len(entries)), key=lambda i: (entries[i].row, entries[i].branch))
+    for i in order:
+        entry = entries[i]
+        wanted = scored[entry.row]
+        found = np.searchsorted(entry.plan.query, np.maximum(wanted - shift, 0))
+        read[entry.lane].append(starts[i] + found)
+        if entry.lane == 0:
+            flat = (entry.row * scope.branches + entry.branch) * scope.width
+            scatter.append(flat + wanted - scope.base[entry.row])
+    return [np.concatenate(r) for r in read], np.concatenate(scatter)
+
+
+def _branch_windows(
+    entries: Sequence[Entry], starts: np.ndarray, scope: Scope
+) -> tuple[np.ndarray, np.ndarray]:
+    """For branches: flat `(B, R, W)` places of window tokens, and where in the packed ids."""
+    from_, to = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    if scope.branches == 1:
+        return from_[0], to[0]
+    for entry, start in zip(entries, starts[:-1], strict=True):
+        offsets = entry.plan.query - scope.base[entry.row]
+        inside = np.flatnonzero(
+            (offsets >= 0) & (offsets < scope.width) & entry.editable[entry.plan.query]
+        )
+        flat = (entry.row * scope.branches + entry.branch) * scope.width
+        from_.append(flat + offsets[inside])
+        to.append(start + inside)
+    return np.concatenate(from_), np.concatenate(to)

@@ -1,0 +1,241 @@
+"""A request in flight: its tokens, its window, what it has cost so far. Host side, one per row."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlm_decode.caches import RowPlan, RowView
+from dlm_decode.errors import CapabilityError, RequestError
+from dlm_decode.kv import Slot
+from dlm_decode.models import ModelInfo
+from dlm_decode.noise import request_key
+from dlm_decode.schedules import Schedule, Span, Window
+from dlm_decode.types import Generation, Request, Step, Trace
+
+EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
+DEFAULT_BLOCK_LENGTH = 32
+_MAX_TURNS_PER_TOKEN = 8
+
+COMMIT, REMASK, OVERWRITE = 1, 2, 3
+"""What happened to a position in a turn."""
+
+
+@dataclass
+class Row:
+    """The only mutable record of the engine; `tokens`, `editable`, `masked` are `(N,)`."""
+
+    request: Request
+    tokens: np.ndarray
+    editable: np.ndarray
+    masked: np.ndarray
+    span: Span
+    window: Window
+    blocks: int
+    key: int
+    slots: tuple[Slot, ...] = ()
+    step: int = 0
+    turn: int = 0
+    commits: int = 0
+    since_refresh: int = -1
+    last: tuple[int, ...] = ()
+    fresh: bool = True
+    place: int = -1
+    finishing: bool = False
+    forwards: Counter[str] = field(default_factory=Counter)
+    computed: int = 0
+    steps: list[Step] = field(default_factory=list)
+    started_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def turn_limit(self) -> int:
+        """Turns after which a row that keeps revoking is made to finish."""
+        return _MAX_TURNS_PER_TOKEN * int(self.editable.sum()) + 8
+
+    def view(self, shift: int) -> RowView:
+        """What a cache policy may look at."""
+        return RowView(
+            self.length,
+            self.window,
+            self.masked,
+            self.step,
+            self.since_refresh,
+            shift,
+            self.last,
+        )
+
+    def charge(self, plan: RowPlan, copies: int) -> None:
+        """Account for one forward of `copies` (guidance lanes times branches) of the plan."""
+        self.forwards[plan.kind] += 1
+        self.computed += len(plan.query) * copies
+        self.since_refresh = 0 if plan.kind == "refresh" else self.since_refresh + 1
+
+    def apply(self, base: int, codes: np.ndarray, tokens: np.ndarray, sure: np.ndarray) -> None:
+        """Carry out one turn: `codes`, `tokens`, `sure` `(W,)` for the positions from `base`."""
+        places = np.flatnonzero(codes)
+        positions, codes = places + base, codes[places]
+        set_now = codes != REMASK
+        self.tokens[positions[set_now]] = tokens[places[set_now]]
+        self.masked[positions] = ~set_now
+        self.commits += int(set_now.sum())
+        self.last = tuple(positions[set_now].tolist())
+        self.steps.append(
+            Step(
+                self.last,
+                tuple(tokens[places[set_now]].tolist()),
+                tuple(sure[places[set_now]].tolist()),
+                tuple(positions[~set_now].tolist()),
+            )
+        )
+
+    def advance(self, schedule: Schedule) -> None:
+        """Move on to the next turn, and to the next window where the schedule says so."""
+        self.turn += 1
+        self.step += 1
+        self.finishing = self.finishing or self.turn >= self.turn_limit
+        if not self.masked.any():
+            return
+        window = schedule.advance(self.span, self.window, self.masked)
+        if window.index != self.window.index:
+            self.step, self.fresh = 0, True
+        self.window = window
+
+    def first_end(self, end_ids: Sequence[int]) -> int | None:
+        """Position of the first decided end id in the decoded span, or None."""
+        inside = slice(self.span.start, self.span.stop)
+        ends = np.isin(self.tokens[inside], end_ids) & ~self.masked[inside]
+        return int(ends.argmax()) + self.span.start if ends.any() else None
+
+    def ended(self, end_ids: Sequence[int], revokes: bool) -> bool:
+        """Whether everything before the first end id is settled and nothing frozen follows it."""
+        end = self.first_end(end_ids) if self.request.stop_at_eos else None
+        if end is None or not self.editable[end:].all():
+            return False
+        settled = not self.masked[self.span.start : end].any()
+        window = slice(self.window.start, self.window.stop)
+        return settled and not (revokes and self.masked[window].any())
+
+    def close(self, info: ModelInfo) -> Generation:
+        """The result; positions left open behind an end id take the first end id."""
+        end = self.first_end(info.end_ids)
+        capped = self.finishing
+        if self.masked.any():
+            self.tokens[self.masked] = info.end_ids[0]
+            self.masked[:] = False
+        ids = self.tokens[self.span.start : self.span.stop]
+        count = len(ids) if end is None else end - self.span.start
+        reason = "step_cap" if capped else "length" if end is None else "eos"
+        trace = Trace(
+            dict(self.forwards),
+            self.computed,
+            tuple(self.steps),
+            time.perf_counter() - self.started_s,
+        )
+        canvas = tuple(self.tokens.tolist())
+        return Generation(self.request.id, tuple(ids.tolist()), None, count, reason, trace, canvas)
+
+
+def make_row(request: Request, info: ModelInfo, schedule: Schedule, seed: int) -> Row:
+    """A row ready to run. Raises `RequestError` or `CapabilityError` for a request that cannot."""
+    check_request(request, info)
+    prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+    blank = np.full(request.gen_length, info.mask_id, dtype=np.int64)
+    for offset, token in request.frozen.items():
+        blank[offset] = token
+    tokens = np.concatenate([prompt, blank, np.asarray(request.suffix_ids, dtype=np.int64)])
+    editable = tokens == info.mask_id
+    start, stop = len(prompt), len(prompt) + request.gen_length
+    if request.infill:
+        holes = np.flatnonzero(editable)
+        start, stop = min(start, int(holes[0])), max(int(holes[-1]) + 1, stop * (stop > start))
+    block_length = request.block_length or info.block_length or DEFAULT_BLOCK_LENGTH
+    span = Span(start, stop, block_length)
+    own_seed = seed if request.seed is None else request.seed
+    masked = editable.copy()
+    window = schedule.advance(span, schedule.first(span), masked)
+    return Row(
+        request=request,
+        tokens=tokens,
+        editable=editable,
+        masked=masked,
+        span=span,
+        window=window,
+        blocks=schedule.blocks(span),
+        key=request_key(own_seed, tokens.tolist(), request.sample),
+    )
+
+
+def check_request(request: Request, info: ModelInfo) -> None:
+    """Raise `RequestError` for what cannot be decoded, saying what is allowed."""
+    _check_numbers(request)
+    _check_ids("prompt_ids", request.prompt_ids, info, allow_mask=request.infill)
+    _check_ids("suffix_ids", request.suffix_ids, info, allow_mask=request.infill)
+    _check_ids("frozen", list(request.frozen.values()), info, allow_mask=False)
+    if not len(request.prompt_ids):
+        raise RequestError("the prompt is empty: give at least one token")
+    for offset in request.frozen:
+        if not 0 <= offset < request.gen_length:
+            raise RequestError(
+                f"frozen offset {offset} is outside the generated region [0, {request.gen_length})"
+            )
+    length = len(request.prompt_ids) + request.gen_length + len(request.suffix_ids)
+    if length > info.max_positions:
+        raise RequestError(
+            f"prompt ({len(request.prompt_ids)}), generation ({request.gen_length}) and suffix "
+            f"({len(request.suffix_ids)}) take {length} positions, but the model has "
+            f"{info.max_positions}: shorten one of them"
+        )
+    if _open_positions(request, info) == 0:
+        raise RequestError("nothing to decode: every position of the request is fixed")
+    if request.eos != "none" and not info.end_ids:
+        raise CapabilityError(f"eos policy {request.eos!r} needs a model with an end-of-text id")
+
+
+def _check_numbers(request: Request) -> None:
+    least = 0 if request.infill else 1
+    for name, value, low in (
+        ("gen_length", request.gen_length, least),
+        ("block_length", request.block_length, 1),
+        ("eos_ban_length", request.eos_ban_length, 0),
+        ("sample", request.sample, 0),
+        ("seed", request.seed, None),
+    ):
+        if value is None and name in ("block_length", "seed"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+            raise RequestError(f"{name} must be an integer, got {value!r}")
+        if low is not None and value < low:
+            raise RequestError(f"{name} must be at least {low}, got {value}")
+        if not -(2**63) <= value < 2**63:
+            raise RequestError(f"{name} must fit 64 bits, got {value}")
+    if request.eos not in EOS_POLICIES:
+        raise RequestError(f"eos must be one of {', '.join(EOS_POLICIES)}, got {request.eos!r}")
+
+
+def _check_ids(name: str, ids: Sequence[int], info: ModelInfo, *, allow_mask: bool) -> None:
+    for place, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise RequestError(f"{name}[{place}] must be an integer id, got {token!r}")
+        if not 0 <= token < info.vocab_size:
+            raise RequestError(
+                f"{name}[{place}] is {token}, but ids of this model run from 0 to "
+                f"{info.vocab_size - 1}: is this the model's own tokenizer?"
+            )
+        if token == info.mask_id and not allow_mask:
+            raise RequestError(
+                f"{name}[{place}] is the mask id {token}; it marks positions to fill: "
+                "remove it, or set infill=True if that is what is meant"
+            )
+
+
+def _open_positions(request: Request, info: ModelInfo) -> int:
+    holes = sum(int(t) == info.mask_id for t in (*request.prompt_ids, *request.suffix_ids))
+    return request.gen_length - len(request.frozen) + holes
