@@ -80,14 +80,17 @@ class Published:
         ends = self._ids("eos_token_id", tokens.end, known[1])
         turn = known[2] if self.tokenizer is None else self.token_id(tokens.turn)
         ends = tuple(dict.fromkeys((*ends, *(() if turn is None else (turn,)))))
-        pads = self._ids("pad_token_id", tokens.end, known[1])
+        pads = [p for p in self._ids("pad_token_id", tokens.end, known[1]) if 0 <= p < vocab_size]
         _check_ids(vocab_size, mask=mask, ends=ends)
         return SpecialIds(mask[0], ends, pads[0] if pads else None)
 
     def _ids(self, key: str, token: str, known: int | None) -> tuple[int, ...]:
         sources = (self.config.get(key), self.token_id(token), self.generation.get(key), known)
         found = next((source for source in sources if source is not None), ())
-        return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+        ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
+        if not all(type(value) is int for value in ids):
+            raise CheckpointError(f"config.json: {key} must be token ids, got {found!r}")
+        return ids
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,9 @@ def _check_ids(vocab_size: int, *, mask: tuple[int, ...], ends: tuple[int, ...])
     if len(mask) != 1:
         raise CheckpointError(f"config.json: mask_token_id must be one id, got {mask or None}")
     for name, value in (("mask", mask[0]), *(("end", end) for end in ends)):
-        if not isinstance(value, int) or not 0 <= value < vocab_size:
+        if not 0 <= value < vocab_size:
             raise CheckpointError(
-                f"the {name} token id {value!r} lies outside the vocabulary of {vocab_size}"
+                f"the {name} token id {value} lies outside the vocabulary of {vocab_size}"
             )
 
 

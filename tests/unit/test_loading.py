@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from dlm_decode.errors import CapacityError, CheckpointError
 from dlm_decode.models import loading
 from dlm_decode.models.backbone import Backbone
+from dlm_decode.models.dream import Dream
 from dlm_decode.models.llada import LLaDA
 from dlm_decode.models.loading import bundled_model_path, load_model, save_model
-from dlm_decode.models.published import Published
+from dlm_decode.models.published import Family, Published
 from dlm_decode.models.toy import random_dream, random_llada, randomise
 
 HEAD = "model.transformer.ff_out.weight"
@@ -47,7 +48,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> No
     save_file(tensors, folder / "model.safetensors")
 
 
-def same_weights(ours: Backbone, theirs: Backbone) -> bool:
+def same_weights(ours: Family, theirs: Family) -> bool:
     mine, yours = ours.weights(), theirs.weights()
     return list(mine) == list(yours) and all(torch.equal(mine[n], yours[n]) for n in mine)
 
@@ -65,7 +66,7 @@ def word_tokenizer(*words: str) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("make", [random_llada, random_dream])
 def test_saved_models_load_bit_for_bit(
-    make: Callable[..., Backbone], dtype: torch.dtype, max_shard_bytes: int, tmp_path: Path
+    make: Callable[..., LLaDA | Dream], dtype: torch.dtype, max_shard_bytes: int, tmp_path: Path
 ) -> None:
     model = make(dtype=dtype)
     save_model(model, tmp_path, max_shard_bytes=max_shard_bytes)
@@ -206,7 +207,7 @@ class Trap:
 def test_pickles_are_never_loaded(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(CheckpointError, match="is a pickle|not a complete safetensors file"):
+    with pytest.raises(CheckpointError, match=r"is a pickle|not a complete safetensors file"):
         load_model(folder)
 
 
@@ -309,7 +310,7 @@ def test_available_memory_is_known_or_none() -> None:
 
 def test_tokenizers_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     save_model(random_llada(vocab=48), tmp_path, word_tokenizer(*map(str, range(49))))
-    with pytest.raises(CheckpointError, match="ids up to 48, but .* ends at 47"):
+    with pytest.raises(CheckpointError, match=r"ids up to 48, but .* ends at 47"):
         load_model(tmp_path)
 
 

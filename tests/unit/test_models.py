@@ -262,6 +262,7 @@ def test_configs_match_their_own_family_only() -> None:
         ("mask_token_id", 48),
         ("mask_token_id", None),
         ("eos_token_id", -1),
+        ("pad_token_id", "pad"),
     ],
 )
 def test_llada_refuses_what_it_does_not_implement(field: str, value: Any) -> None:
@@ -434,7 +435,7 @@ def test_tabular_cells_seen_twice_are_impossible(again: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tabular_works_in_narrow_dtypes(dtype: torch.dtype) -> None:
-    law = {(0, 1, 2): 1.0, (1, 2, 0): 3.0}
+    law: dict[tuple[int, ...], float] = {(0, 1, 2): 1.0, (1, 2, 0): 3.0}
     rows = [torch.tensor([3, 3, 3])]
     narrow = forward(Tabular(law, dtype=dtype), rows)
     assert narrow.dtype == dtype
