@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Sets up .venv with the test extras, then runs linter, type checker and the whole test suite with
+# coverage. Arguments go to pytest, and then nothing but pytest runs: bash scripts/test.sh -k cli
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/venv.sh
+set_up_venv test
+export HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the models of the tests are too small to share out
+
+python=.venv/bin/python
+if [[ $# -gt 0 ]]; then
+  exec $python -m pytest "$@"
+fi
+$python -m ruff check .
+$python -m ruff format --check .
+$python -m mypy
+exec $python -m pytest --cov --cov-report=term
