@@ -40,14 +40,15 @@ def llada_quota(masks: Tensor, steps: Tensor, step: Tensor) -> Tensor:
 def dream_times(steps: Tensor, eps: float, width: int) -> Tensor:
     """Times t_0 = 1 ... t_S = eps of S = `steps (B,)` equal steps, fp32 `(B, width + 1)`.
 
-    The arithmetic of `torch.linspace(1, eps, S + 1)`, from both ends to the middle; eps beyond S.
+    Bit for bit `torch.linspace(1, eps, S + 1)`, on which the published rounding to whole tokens
+    depends: fp32 increments, fused products, from both ends to the middle. eps beyond S.
     """
     s = steps[:, None]
     j = torch.arange(width + 1, device=steps.device)
     end = torch.full_like(s, eps, dtype=torch.float32)
-    delta = (end - 1) / s
-    times = torch.where(j < (s + 1) // 2, 1 + delta * j, end - delta * (s - j))
-    return torch.where(j < s, times, end)
+    delta = ((end - 1) / s).double()
+    times = torch.where(j < (s + 1) // 2, 1 + delta * j, end.double() - delta * (s - j))
+    return torch.where(j < s, times.float(), end)
 
 
 def dream_quotas(masks: Tensor, steps: Tensor, eps: float, width: int) -> Tensor:

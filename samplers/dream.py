@@ -35,6 +35,7 @@ class Dream(Sampler):
     """
 
     paper: ClassVar[str] = "Dream 7B, arXiv:2508.15487"
+    traits: ClassVar[frozenset[str]] = frozenset({"history"})
 
     alg: str = option(
         "entropy",
