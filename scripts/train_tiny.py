@@ -47,8 +47,8 @@ def parse_arguments() -> argparse.Namespace:
         default=parse_weights("mini-gsm8k=1,mini-mbpp=0.5,lists=1.8,grids=0.8"),
         help="family=weight,... shares of the documents",
     )
-    parser.add_argument("--ar-steps", type=int, default=3000)
-    parser.add_argument("--ar-rows", type=int, default=40, help="rows of 128 tokens a step")
+    parser.add_argument("--ar-steps", type=int, default=1400)
+    parser.add_argument("--ar-rows", type=int, default=32, help="rows of 160 tokens a step")
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"
     )
@@ -57,13 +57,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lengths",
         type=parse_weights,
-        default=parse_weights("56=0.35,80=0.3,108=0.35"),
+        default=parse_weights("64=0.35,88=0.35,120=0.3"),
         help="diffusion: row lengths and their shares",
     )
     parser.add_argument("--learning-rate", type=float, default=0.003)
     parser.add_argument("--evaluate-every", type=int, default=400)
     parser.add_argument(
-        "--evaluate-items", type=int, default=48, help="validation items a family during training"
+        "--evaluate-items", type=int, default=32, help="validation items a family during training"
     )
     parser.add_argument(
         "--report-items", type=int, default=200, help="test items a family in the report"
@@ -84,7 +84,7 @@ def parse_weights(text: str) -> dict[str, float]:
 def train_ar(args: argparse.Namespace, corpus: Corpus, model: TinyTransformer) -> None:
     """The autoregressive twin, in `WORK/ar`."""
     make_batch = partial(
-        causal_batch, corpus, rows=args.ar_rows, length=128, prompt_weight=args.prompt_weight
+        causal_batch, corpus, rows=args.ar_rows, length=160, prompt_weight=args.prompt_weight
     )
     run = Run(
         model,

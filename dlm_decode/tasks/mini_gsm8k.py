@@ -1,4 +1,4 @@
-"""Word problems of one to three steps; the answer is one equation a line, then `#### N`.
+"""Word problems of one to four steps; the answer is one equation a line, then `#### N`.
 
 Later equations use earlier results, and a two-digit result is two tokens that belong together: what
 parallel decoding gets wrong first.
@@ -20,6 +20,7 @@ OBJECTS = (
 )  # fmt: skip
 CONTAINERS = ("bags", "boxes", "packs")
 MAX_VALUE = 99
+MAX_EQUATIONS = 6
 
 Step = Callable[[random.Random, str, str, int], tuple[str, list[str], int]]
 """`(rng, name, objects, have) -> (sentence, equations, have after)`."""
@@ -54,19 +55,20 @@ STEPS: tuple[Step, ...] = (_buys, _gives, _finds_containers, _doubles)
 
 
 def make(rng: random.Random) -> Item:
-    """A start and one to three steps, no value above `MAX_VALUE` and at most four equations."""
+    """A start and one to four steps, no value above `MAX_VALUE`, at most `MAX_EQUATIONS` lines."""
     while True:
         name, objects, have = rng.choice(NAMES), rng.choice(OBJECTS), rng.randint(2, 20)
         sentences, equations = [f"{name} has {have} {objects}."], []
         largest = have
-        for step in rng.choices(STEPS, (3, 3, 2, 2), k=rng.randint(1, 3)):
+        k = rng.choices((1, 2, 3, 4), (2, 3, 3, 2))[0]
+        for step in rng.choices(STEPS, (3, 3, 2, 2), k=k):
             sentence, new_equations, have = step(rng, name, objects, have)
             sentences.append(sentence)
             equations += new_equations
             largest = max(largest, have)
             if have < 2:
                 break
-        if largest <= MAX_VALUE and len(equations) <= 4 and have >= 2:
+        if largest <= MAX_VALUE and len(equations) <= MAX_EQUATIONS and have >= 2:
             sentences.append(f"How many {objects} does {name} have?")
             return new_item(
                 NAME, " ".join(sentences), "\n".join([*equations, f"#### {have}"]), {"result": have}

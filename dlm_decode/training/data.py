@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from dlm_decode.tasks import Item, train_stream
-from dlm_decode.training.tokenizer import ASSISTANT, MASK, USER
+from dlm_decode.training.tokenizer import ASSISTANT, EOS, MASK, USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +73,9 @@ class Corpus:
         self, tokenizer: PreTrainedTokenizerFast, weights: Mapping[str, float], *, seed: int
     ) -> None:
         self.tokenizer, self.weights, self.seed = tokenizer, dict(weights), seed
-        self.eos_id = int(tokenizer.eos_token_id)
-        self.mask_id = int(tokenizer.convert_tokens_to_ids(MASK))
-        self._user, self._assistant = (
-            int(tokenizer.convert_tokens_to_ids(t)) for t in (USER, ASSISTANT)
+        self.eos_id = _id_of(tokenizer, EOS)
+        self.mask_id, self._user, self._assistant = (
+            _id_of(tokenizer, special) for special in (MASK, USER, ASSISTANT)
         )
 
     def documents(self, step: int) -> Iterator[Document]:
@@ -90,6 +89,13 @@ class Corpus:
             backend.encode(t, add_special_tokens=False).ids for t in (item.prompt, item.answer)
         )
         return Document([self._user, *prompt, self._assistant], [*answer, self.eos_id])
+
+
+def _id_of(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    if not isinstance(found, int):
+        raise ValueError(f"tokenizer must know {token!r}, got {found!r}")
+    return found
 
 
 def causal_batch(
