@@ -99,9 +99,11 @@ class Decoder:
         debug: bool = False,
     ) -> None:
         """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit."""
-        loaded = isinstance(model, LoadedModel)
-        self.model: DiffusionLM = model.model if isinstance(model, LoadedModel) else model
-        self.tokenizer = tokenizer or (model.tokenizer if loaded else None)
+        if isinstance(model, LoadedModel):
+            self.model: DiffusionLM = model.model
+            self.tokenizer = tokenizer or model.tokenizer
+        else:
+            self.model, self.tokenizer = model, tokenizer
         self.seed = _checked("seed", seed, int, low=None)
         given = dict(options or {})
         if temperature is not None:
@@ -197,7 +199,8 @@ class Decoder:
         """The result with its text: cut at the first end id, decoded, cut at stop strings."""
         if self.tokenizer is None:
             return result
-        text = str(self.tokenizer.decode(result.ids[: result.tokens], skip_special_tokens=True))
+        ids = list(result.ids[: result.tokens])
+        text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
         for stop in row.request.stop:
             text = text.split(stop, 1)[0] if stop else text
         return replace(result, text=text)
@@ -219,7 +222,7 @@ class Decoder:
             raise CapabilityError("this model's tokenizer has no chat template: give plain text")
         try:
             text = tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None

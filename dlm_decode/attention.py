@@ -39,6 +39,18 @@ class Group:
         return self.start + self.rows * self.query
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Which attention to record: in `layers`, of the packed tokens `rows (n,)`.
+
+    `width` is the longest row's length N: the record's last axis.
+    """
+
+    layers: frozenset[int]
+    rows: Tensor
+    width: int
+
+
 class PackedAttention:
     """The `Attend` of one forward: stores what is to be stored, then attends group by group."""
 
@@ -50,18 +62,25 @@ class PackedAttention:
         write_to: Tensor | None = None,
         *,
         write_all: bool = False,
+        watch: Watch | None = None,
     ) -> None:
         """Packed tokens `write_from (n,)` (or all) are stored at pool indices `write_to (n,)`."""
         self._groups = groups
         self._store = store
         self._write_from = None if write_all else write_from
         self._write_to = write_to
+        self._watch = watch
+        self.watched: Tensor | None = None
+        """Attention `(T, N)` over absolute positions, averaged over heads and watched layers; only
+        the watched rows are filled."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._write_to is not None and self._store is not None:
             picked = self._write_from
             new_k, new_v = (k, v) if picked is None else (k[picked], v[picked])
             self._store.write(layer, self._write_to, new_k, new_v)
+        if self._watch is not None and layer in self._watch.layers:
+            self._record(layer, q, k, self._watch)
         parts = [self._attend(group, layer, q, k, v) for group in self._groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -77,6 +96,23 @@ class PackedAttention:
         grouped = queries.shape[1] != keys.shape[1]
         out = scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
         return rearrange(out, "b h q k -> (b q) h k")
+
+    def _record(self, layer: int, q: Tensor, k: Tensor, watch: Watch) -> None:
+        """Add this layer's attention of the watched rows, recomputed beside the fused kernel."""
+        if self.watched is None:
+            self.watched = q.new_zeros((q.shape[0], watch.width), dtype=torch.float32)
+        for group in self._groups:
+            keys, _ = self._context(group, layer)
+            own = _rows_first(k[group.start : group.stop], group.rows) if group.own else None
+            keys = own if keys is None else keys
+            assert keys is not None
+            queries = _rows_first(q[group.start : group.stop], group.rows)
+            share = queries.shape[1] // keys.shape[1]
+            keys = keys.repeat_interleave(share, dim=1) if share > 1 else keys
+            scores = queries.float() @ keys.float().transpose(-1, -2) * q.shape[-1] ** -0.5
+            mean = rearrange(scores.softmax(-1).mean(1), "b q n -> (b q) n")
+            into = self.watched[group.start : group.stop, : mean.shape[-1]]
+            into.add_(mean, alpha=1 / len(watch.layers))
 
     def _context(self, group: Group, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Stored K and V `(rows, G, C, K)`: a view when the pages lie regularly, else gathered."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.attention import PackedAttention
+from dlm_decode.attention import PackedAttention, Watch
 from dlm_decode.caches import CachePolicy, RowPlan
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
@@ -32,7 +32,7 @@ from dlm_decode.scores import best
 from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
-OFFERED = frozenset({"p2", "entropy", "filtered", "logits", "hidden", "decided"})
+OFFERED = frozenset({"p2", "entropy", "filtered", "logits", "hidden", "attention", "decided"})
 """Needs of a sampler that this engine can meet."""
 
 PAGE_LENGTH = 32
@@ -100,7 +100,8 @@ class Engine:
         pages = self.lanes * sum(needed[: self.max_batch_size])
         size = page_bytes(info, PAGE_LENGTH, dtype.itemsize)
         what = f"K/V of {min(len(rows), self.max_batch_size)} rows"
-        require_bytes(pages * size, self.model.device, what)
+        remedy = "lower the batch size or the lengths"
+        require_bytes(pages * size, self.model.device, what, remedy)
         return KVStore(
             info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=self.model.device
         )
@@ -125,7 +126,7 @@ class Engine:
         )
         memory = self._memory(state, canvas)
         query = self.sampler.query(canvas, memory)
-        scope = Scope(base, state.width, 1 if query is None else query.tokens.shape[1])
+        scope = _scope(base, state.width, query)
         if self.debug:
             _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
         output = self._forward(state, plans, readable, canvas, query, scope)
@@ -177,26 +178,53 @@ class Engine:
             mask_id=info.mask_id,
             device=self.model.device,
         )
-        ids = packed.ids
-        if query is not None and packed.window_from is not None:
-            chosen = query.tokens.reshape(-1)[packed.window_from]
-            ids = ids.index_copy(0, packed.window_to, chosen)
         attend = PackedAttention(
             packed.groups,
             state.store,
             packed.write_from,
             packed.write_to,
             write_all=packed.write_all,
+            watch=self._watch(state.rows, packed, scope),
         )
-        hidden = self.model.forward(ids, packed.positions, attend)
+        ids, embeds = self._inputs(packed, query)
+        hidden = self.model.forward(ids, packed.positions, attend, embeds=embeds)
         record_writes(state.rows, plans)
         scored = _scored(state.rows, readable, packed, canvas, query, scope)
-        return self._read(hidden, packed, scored, canvas, scope)
+        stats = self._statistics(hidden, packed, scored)
+        if attend.watched is not None:
+            stats["attention"] = attend.watched[packed.read[0]]
+        return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
 
-    def _read(
-        self, hidden: Tensor, packed: Packed, scored: Scored, canvas: Canvas, scope: Scope
-    ) -> Output:
-        """Statistics of the scored positions, laid out as `(B, W)` or `(B, R, W)`."""
+    def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
+        """Packed ids, with the query's own window contents put in, and embeddings if it has any."""
+        ids, places, target = packed.ids, packed.window_from, packed.window_to
+        if query is None or places is None or target is None:
+            return ids, None
+        if query.tokens is not None:
+            ids = ids.index_copy(0, target, query.tokens.reshape(-1)[places])
+        if query.embeds is None:
+            return ids, None
+        hard = self.model.embedding(ids)
+        soft = query.embeds.flatten(0, -2)[places].to(hard.dtype)
+        if query.soft is not None:
+            keep = query.soft.reshape(-1)[places][:, None]
+            soft = torch.where(keep, soft, hard[target])
+        return ids, hard.index_copy(0, target, soft)
+
+    def _watch(self, rows: Sequence[Row], packed: Packed, scope: Scope) -> Watch | None:
+        """What to record of the attention, for samplers that declare it."""
+        if "attention" not in self.sampler.needs:
+            return None
+        if scope.branches > 1 or self.lanes > 1:
+            raise CapabilityError("attention can't be read with branches or guidance")
+        low, high = self.sampler.attention_layers
+        depth = self.model.info.layers
+        first = min(int(low * depth), depth - 1)
+        layers = range(first, max(first + 1, round(high * depth)))
+        return Watch(frozenset(layers), packed.read[0], max(row.length for row in rows))
+
+    def _statistics(self, hidden: Tensor, packed: Packed, scored: Scored) -> dict[str, Tensor]:
+        """Statistics of the scored positions, each `(n, ...)`."""
         info, needs = self.model.info, self.sampler.needs
         lanes = [hidden.index_select(0, read) for read in packed.read]
         plan = HeadPlan(info.vocab_size, needs, self.draw, info.mask_id, info.end_ids)
@@ -204,10 +232,7 @@ class Engine:
         if "hidden" in needs:
             stats["hidden"] = lanes[0]
         stats["valid"] = torch.ones_like(packed.scatter, dtype=torch.bool)
-        rows = canvas.tokens.shape[0]
-        shape = (rows, scope.width) if scope.branches == 1 else (rows, scope.branches, scope.width)
-        total = rows * scope.branches * scope.width
-        return Output({k: _spread(v, packed.scatter, total, shape) for k, v in stats.items()})
+        return stats
 
     def _tile(self, lanes: Sequence[Tensor]) -> Callable[[int, int], Tensor]:
         """The LM head on one vocabulary tile, guidance applied."""
@@ -292,7 +317,7 @@ def _scored(
     flat, width, branches = packed.scatter, scope.width, scope.branches
     row = flat // (width * branches)
     commits = canvas.commits[row]
-    if query is not None:
+    if query is not None and query.tokens is not None:
         filled = (query.tokens != canvas.tokens[:, None]) & canvas.editable[:, None]
         commits = commits + filled.sum(-1).reshape(-1)[flat // width]
     place = flat % width
@@ -302,6 +327,7 @@ def _scored(
         commits,
         _end_mask(rows, readable, branches, _bans_end, flat.device),
         _end_mask(rows, readable, branches, _demotes_end, flat.device),
+        None if query is None or query.probe is None else query.probe[row, place],
     )
 
 
@@ -326,6 +352,19 @@ def _end_mask(
     parts = [np.tile(rule(row, p), branches) for row, p in zip(rows, readable, strict=True)]
     mask = np.concatenate(parts)
     return torch.from_numpy(mask).to(device) if mask.any() else None
+
+
+def _scope(base: tuple[int, ...], width: int, query: Query | None) -> Scope:
+    if query is None:
+        return Scope(base, width)
+    return Scope(base, width, query.branches, query.tokens is not None or query.embeds is not None)
+
+
+def _laid_out(stats: dict[str, Tensor], places: Tensor, rows: int, scope: Scope) -> Output:
+    """Statistics `(n, ...)` laid out as `(B, W, ...)`, or `(B, R, W, ...)` with branches."""
+    shape = (rows, scope.width) if scope.branches == 1 else (rows, scope.branches, scope.width)
+    total = rows * scope.branches * scope.width
+    return Output({name: _spread(value, places, total, shape) for name, value in stats.items()})
 
 
 def _spread(values: Tensor, places: Tensor, total: int, shape: tuple[int, ...]) -> Tensor:
@@ -365,6 +404,8 @@ def _outcome(
     fill = finishing if decision.fill is None else finishing | decision.fill
     commit = commit | (fill[:, None] & canvas.masked & output.valid)
     idle = ~(commit | changes).any(-1, keepdim=True)
+    if decision.hold is not None:
+        idle = idle & ~(decision.hold & ~finishing)[:, None]
     commit = commit | (best(output.p1, canvas.eligible) & idle)
     codes = codes.masked_fill(commit, COMMIT)
     scores = output.p1 if decision.scores is None else decision.scores

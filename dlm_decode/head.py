@@ -30,7 +30,8 @@ class Scored:
     """What identifies the n scored positions: noise keys, positions, commits so far, each `(n,)`.
 
     `ban_end (n,)` bool, where given, forbids end ids at those positions; `demote_end (n,)` takes
-    all confidence from positions whose token would be one, so that they come last.
+    all confidence from positions whose token would be one, so that they come last. `probe (n, J)`
+    are ids whose logits are asked for.
     """
 
     keys: Tensor
@@ -38,6 +39,7 @@ class Scored:
     commits: Tensor
     ban_end: Tensor | None = None
     demote_end: Tensor | None = None
+    probe: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,16 +121,20 @@ def _by_tiles(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
     raw: _Law | None = None
     tempered: _Law | None = None
     drawn: _Drawn | None = None
+    probed: Tensor | None = None
     for start in range(0, plan.vocab_size, width):
         stop = min(start + width, plan.vocab_size)
         logits = _banned(_statistics_dtype(tile(start, stop)), start, scored, plan)
+        if scored.probe is not None:
+            probed = _probe_tile(probed, logits, start, scored.probe)
         if temperature > 0:
             drawn = _merge_drawn(drawn, _draw_tile(logits, start, stop, scored, temperature))
         if plan.tempered:
             tempered = _merge(tempered, _tile_law(logits / (temperature or 1.0), start, plan))
         raw = _merge(raw, _tile_law(logits, start, plan))
     assert raw is not None
-    return _named(raw, tempered, drawn, plan)
+    stats = _named(raw, tempered, drawn, plan)
+    return stats if probed is None else stats | {"probed": probed}
 
 
 def _by_rows(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
@@ -144,6 +150,8 @@ def _by_rows(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
         drawn = replace(found, logit=logits.gather(1, found.id[:, None])[:, 0])
         # `_named` divides the raw logit by T again; a drawn id always passes the filters
     stats = _named(raw, tempered, drawn, plan)
+    if scored.probe is not None:
+        stats["probed"] = logits.gather(1, scored.probe)
     return stats | ({"logits": logits} if "logits" in plan.needs else {})
 
 
@@ -228,6 +236,14 @@ def _draw_tile(logits: Tensor, start: int, stop: int, scored: Scored, temperatur
     return _Drawn(value, place + start, logits.gather(1, place[:, None])[:, 0])
 
 
+def _probe_tile(found: Tensor | None, logits: Tensor, start: int, probe: Tensor) -> Tensor:
+    """The probed ids' logits `(n, J)`, as far as tiles up to this one hold them."""
+    offset = probe - start
+    inside = (offset >= 0) & (offset < logits.shape[1])
+    values = logits.gather(1, offset.clamp(0, logits.shape[1] - 1))
+    return torch.where(inside, values, torch.zeros_like(values) if found is None else found)
+
+
 def _merge_drawn(a: _Drawn | None, b: _Drawn) -> _Drawn:
     if a is None:
         return b
@@ -243,7 +259,8 @@ def _named(
     raw: _Law, tempered: _Law | None, drawn: _Drawn | None, plan: HeadPlan
 ) -> dict[str, Tensor]:
     """The statistics under the names of `Output`; without tempering q is p."""
-    stats = {"top1": raw.id} | _law_stats(raw, "p", drawn, 1.0)
+    stats = {"top1": raw.id, "lse": raw.best + raw.total.log()}
+    stats |= _law_stats(raw, "p", drawn, 1.0)
     if drawn is not None:
         stats["sampled"] = drawn.id
     if "entropy" in plan.needs:
@@ -274,7 +291,7 @@ def _demoted(stats: dict[str, Tensor], where: Tensor, plan: HeadPlan) -> dict[st
         is_end |= (candidate == end) & where
     uncertain = float(torch.tensor(float(plan.vocab_size)).log())
     lost = {"entropy": uncertain, "q_entropy": uncertain}
-    keep = {"top1", "sampled", "logits", "hidden", "valid"}
+    keep = {"top1", "sampled", "logits", "lse", "probed"}
     return {
         name: value if name in keep else value.masked_fill(is_end, lost.get(name, 0.0))
         for name, value in stats.items()

@@ -23,11 +23,11 @@ def available_bytes(device: torch.device) -> int | None:
     return None
 
 
-def require_bytes(needed: int, device: torch.device, what: str) -> None:
+def require_bytes(needed: int, device: torch.device, what: str, remedy: str) -> None:
     """Raise `CapacityError` with the numbers when `needed` bytes for `what` are not there."""
     have = available_bytes(device)
     if have is not None and needed > have:
         raise CapacityError(
             f"{what} take {needed / 2**30:.2f} GiB, but {have / 2**30:.2f} GiB are available on "
-            f"{device}: lower the batch size or the lengths"
+            f"{device}: {remedy}"
         )

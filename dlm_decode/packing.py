@@ -51,11 +51,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where each row's window begins (`base`, B entries), how wide windows are, and branches."""
+    """Where each row's window begins (`base`, B entries), how wide windows are, and branches.
+
+    `replaced`: the sampler gives its own window contents.
+    """
 
     base: tuple[int, ...]
     width: int
     branches: int = 1
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Packed:
 
     `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
     the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
-    `window_from`/`window_to` put branch tokens (flat `(B, R, W)`) into the packed ids.
+    `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids.
     """
 
     ids: Tensor
@@ -108,8 +112,8 @@ def pack(
         len(write_from) == len(ids),
         tuple(send(r) for r in read),
         send(scatter),
-        send(window_from) if scope.branches > 1 else None,
-        send(window_to) if scope.branches > 1 else None,
+        send(window_from) if scope.replaced else None,
+        send(window_to) if scope.replaced else None,
     )
 
 
@@ -219,9 +223,9 @@ def _reads(
 def _branch_windows(
     entries: Sequence[Entry], starts: np.ndarray, scope: Scope
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For branches: flat `(B, R, W)` places of window tokens, and where in the packed ids."""
+    """Flat `(B, R, W)` places of a sampler's own window tokens, and where in the packed ids."""
     from_, to = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    if scope.branches == 1:
+    if not scope.replaced:
         return from_[0], to[0]
     for entry, start in zip(entries, starts[:-1], strict=True):
         offsets = entry.plan.query - scope.base[entry.row]

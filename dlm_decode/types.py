@@ -77,12 +77,23 @@ class Canvas:
 
 @dataclass(frozen=True)
 class Query:
-    """Window contents to forward instead of the canvas as it stands: R branches of each row.
+    """What to forward instead of, or ask beside, the canvas as it stands.
 
-    `tokens` is `(B, R, W)`. Branches share the row's stored context; only branch 0 is stored.
+    `tokens (B, R, W)` are R branches of each row's window; they share the row's stored context and
+    only branch 0 is stored. `embeds (B, R, W, D)` replaces the embeddings where `soft (B, R, W)`
+    holds. `probe (B, W, J)` are ids whose logits are wanted as `Output.probed`.
     """
 
-    tokens: Tensor
+    tokens: Tensor | None = None
+    embeds: Tensor | None = None
+    soft: Tensor | None = None
+    probe: Tensor | None = None
+
+    @property
+    def branches(self) -> int:
+        """R: how many versions of each row are forwarded."""
+        given = self.tokens if self.tokens is not None else self.embeds
+        return 1 if given is None else given.shape[1]
 
 
 @dataclass(frozen=True)
@@ -90,12 +101,15 @@ class Output:
     """Statistics of the forward's logits, aligned so that position i describes token i.
 
     Each is `(B, W)`, or `(B, R, W)` when the sampler's query had R branches, and is meaningful
-    where `valid`. Always there: `top1` (id), `p1` (its probability), `valid`. Declared in the
-    sampler's `needs`: "p2", "entropy" (nats), "filtered" (`q1`, `q2`, `q_entropy` of the tempered
-    and top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned ids at -inf, "hidden"
-    `(B, W, D)`; "decided" asks for statistics of decided positions too. At temperature > 0 also
-    `sampled` (id), `p_sampled` and, with "filtered", `q_sampled`. `q2` needs "p2" beside
-    "filtered", `q_entropy` needs "entropy". Asking for what was not declared raises
+    where `valid`. Always there: `top1` (id), `p1` (its probability), `lse` (log-sum-exp of the
+    logits), `valid`; `probed (B, W, J)` for a query with a probe. Declared in the sampler's
+    `needs`: "p2", "entropy" (nats), "filtered" (`q1`, `q2`, `q_entropy` of the tempered and
+    top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned ids at -inf, "hidden"
+    `(B, W, D)`, "attention" `(B, W, N)` (of the outputs that predict the window, over absolute
+    positions, averaged over heads and the sampler's `attention_layers`); "decided" asks for
+    statistics of decided positions too. At temperature > 0 also `sampled` (id), `p_sampled` and,
+    with "filtered", `q_sampled`. `q2` needs "p2" beside "filtered", `q_entropy` "entropy".
+    Asking for what was not declared raises
     `CapabilityError`.
     """
 
@@ -133,7 +147,8 @@ class Decision:
 
     `commit` sets eligible positions to `tokens (B, W)`; `overwrite` sets already decided editable
     ones; `remask` makes decided editable ones masked again. `fill (B,)` commits every masked
-    position of the window, `done (B,)` ends the row. `scores (B, W)` are kept in the trace.
+    position of the window, `done (B,)` ends the row, `hold (B,)` marks rows that mean to commit
+    nothing this turn. `scores (B, W)` are kept in the trace.
     """
 
     tokens: Tensor
@@ -142,6 +157,7 @@ class Decision:
     overwrite: Tensor | None = None
     fill: Tensor | None = None
     done: Tensor | None = None
+    hold: Tensor | None = None
     scores: Tensor | None = None
 
 

@@ -71,14 +71,18 @@ class DiffusionLM(Protocol):
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states `(T, D)`, ready for `logits`, of packed `ids (T,)` at `positions (T,)`.
+        """Final hidden states `(T, D)`, ready for `logits`, of packed tokens.
 
-        `embeds (T, D)` replaces the embedding of `ids` where given.
+        `ids` and `positions` are `(T,)`; `embeds (T, D)`, where given, replaces the embeddings.
         """
         ...
 
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Input embeddings `(..., D)` of `ids (...)`."""
+        ...
+
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """The LM head: `hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
+        """The LM head: `hidden (n, D)` to the vocabulary's columns `[start, stop)`, `(n, S)`."""
         ...
 
 

@@ -166,11 +166,15 @@ class Backbone(nn.Module):
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
-        x = F.embedding(ids, self.embed) if embeds is None else embeds
+        x = self.embedding(ids) if embeds is None else embeds
         cos, sin = self.rotation(positions)
         for layer, block in enumerate(self.blocks):
             x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v))
         return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Input embeddings `(..., D)` of `ids (...)`."""
+        return F.embedding(ids, self.embed)
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""

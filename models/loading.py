@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_decode.errors import CapacityError, CheckpointError
+from dlm_decode.errors import CheckpointError
+from dlm_decode.memory import require_bytes
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.published import Family, Published
 
@@ -244,24 +245,7 @@ def check_tensors(model: Family, shards: Shards) -> None:
 def check_memory(model: Family, device: torch.device) -> None:
     """Refuse weights that are larger than what the device has free."""
     needed = sum(view.nbytes for view in model.weights().values())
-    available = available_bytes(device)
-    if available is not None and needed > available:
-        raise CapacityError(
-            f"the weights take {needed:,} bytes in {model.dtype}, but {device} has only "
-            f"{available:,} bytes available; use a smaller dtype or another device"
-        )
-
-
-def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device; None where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
-    return int(found[1]) * 1024 if found and device.type == "cpu" else None
+    require_bytes(needed, device, f"the weights in {model.dtype}", "use a smaller dtype")
 
 
 def fill(model: Family, shards: Shards) -> None:

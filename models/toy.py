@@ -198,6 +198,10 @@ class Tabular:
         canvas = self._canvas(attend(0, uniform, uniform, v)[:, 0])
         return torch.cat((canvas, cells[:, None]), dim=1).to(self.dtype)
 
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Refused: a tabular model has no embeddings."""
+        raise CapabilityError("a tabular model reads token ids, not embeddings")
+
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Log-probabilities `(n, S)` in the columns `[start, stop)` of the vocabulary."""
         codes = hidden.round().long()

@@ -42,6 +42,14 @@ class Sampler(Options):
         """ "block" or "canvas", see the class."""
         return "block"
 
+    @property
+    def attention_layers(self) -> tuple[float, float]:
+        """Depths, as shares of the model, that "attention" is averaged over; the last layer is in.
+
+        (0.0, 1.0) takes every layer, (0.7, 1.0) the last 30%.
+        """
+        return (0.0, 1.0)
+
     def init(self, canvas: Canvas) -> Any:
         """State of fresh rows: tensors with leading B in nested tuples or dicts; `()` if none."""
         return ()

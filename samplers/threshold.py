@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dlm_decode.options import option
+from dlm_decode.quotas import block_steps, window_masks
 from dlm_decode.samplers import SAMPLERS, Sampler
-from dlm_decode.scores import LAWS, best, commit_candidates, confidence
+from dlm_decode.scores import LAWS, best, commit_candidates, confidence, top
 from dlm_decode.types import Canvas, Decision, Output
 
 NEAR_BEST = 1e-5
@@ -34,17 +35,37 @@ class Threshold(Sampler):
     relative_to_best: bool = option(
         False, "also commit what is within 1e-5 of the best confidence (dInfer)"
     )
+    steps: int | None = option(
+        None,
+        "commit at most an equal share of the tokens a step, plus what earlier steps left over",
+        low=1,
+    )
     law: str = option(
         "propose",
         "at temperature > 0: draw everywhere and rank the draws, or rank positions, then draw",
         choices=LAWS,
     )
 
+    def init(self, canvas: Canvas) -> Any:
+        masks = window_masks(canvas)
+        return {"masks": masks, "carry": torch.zeros_like(masks)}
+
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         c = confidence(output, law=self.law)
         chosen = c >= self._tau(c, canvas.eligible)
-        chosen = chosen | best(c, canvas.eligible)
-        return commit_candidates(canvas, output, chosen, c), state
+        limit = self._limit(canvas, state)
+        chosen = (chosen & top(c, canvas.eligible, limit)) | best(c, canvas.eligible)
+        carry = (limit - chosen.sum(-1)).clamp(min=0)
+        return commit_candidates(canvas, output, chosen, c), state | {"carry": carry}
+
+    def _limit(self, canvas: Canvas, state: Any) -> Tensor:
+        """Most tokens `(B,)` of this step: all, or the budget of Fast-dLLM's loop for Dream."""
+        masks = window_masks(canvas)
+        if self.steps is None:
+            return masks
+        steps = block_steps(canvas, state["masks"], self.steps)
+        budget = (state["masks"] // steps) * (canvas.step < steps)
+        return torch.minimum(budget + state["carry"], masks)
 
     def _tau(self, c: Tensor, eligible: Tensor) -> Tensor | float:
         """The threshold; relative to the best it is min(tau, max c - 1e-5), `(B, 1)`."""
