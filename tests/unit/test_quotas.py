@@ -91,10 +91,10 @@ def test_dream_quotas_of_a_row_do_not_depend_on_other_rows() -> None:
 
 
 def test_next_step_skips_steps_without_tokens() -> None:
-    quotas = torch.tensor([[0, 0, 1, 4], [2, 0, 0, 4], [0, 0, 0, 0]])
-    step, quota = next_step(quotas, torch.tensor([0, 1, 0]))
-    assert step.tolist() == [2, 3, 0]
-    assert quota.tolist() == [1, 4, 0]
+    quotas = torch.tensor([[0, 0, 1, 4], [2, 0, 0, 4], [0, 0, 0, 0], [5, 0, 0, 0]])
+    step, quota = next_step(quotas, torch.tensor([0, 1, 0, 1]))
+    assert step.tolist() == [2, 3, 0, 0]
+    assert quota.tolist() == [1, 4, 0, 0]
 
 
 def test_block_steps_share_the_request_and_are_never_none() -> None:

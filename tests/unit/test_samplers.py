@@ -493,6 +493,14 @@ def test_factor_quirk_counts_eligible_positions_only() -> None:
     assert chosen(decide(sampler, canvas, logits)) == [0]
 
 
+def test_factor_quirk_with_two_eligible_positions_takes_both() -> None:
+    canvas = make_canvas(eligible=torch.tensor([[0, 1, 0, 0, 1, 0]]).bool())
+    logits = logits_with_top([0.99, 0.2, 0.99, 0.99, 0.2, 0.99])
+    for quirk, taken in [(False, [1]), (True, [1, 4])]:
+        sampler = SAMPLERS.create("factor", {"last_rank_quirk": quirk})
+        assert chosen(decide(sampler, canvas, logits)) == taken
+
+
 def test_factor_one_admits_at_the_published_bounds() -> None:
     """f = 1 needs a lowest confidence above .5, 2/3, .75, .8 for 1, 2, 3, 4 tokens."""
     sampler = SAMPLERS.create("factor")
@@ -591,19 +599,23 @@ def test_klass_does_not_count_turns_in_which_a_position_was_not_computed() -> No
     canvas = make_canvas(width=4)
     sampler = klass()
     state, logits = sampler.init(canvas), logits_with_top([0.95, 0.94, 0.93, 0.92])
-    stale = torch.tensor([[True, True, False, True]])
+    partly = torch.tensor([[True, True, False, True]])
     taken = []
     for turn in range(3):
         output = output_of(sampler, canvas, logits)
         if turn == 1:
-            output = Output({**output.stats, "valid": stale})
+            output = Output({**output.stats, "valid": partly})
         decision, state = sampler.decide(canvas, output, state)
         canvas = apply(canvas, decision)
         taken.append(chosen(decision))
     assert taken == [[0], [1], [3]]
-    _, after = sampler.decide(
-        canvas, Output({**output.stats, "valid": torch.zeros(1, 4, dtype=torch.bool)}), state
-    )
+    settled = {**state, "divergences": torch.zeros(1, 4, 2)}
+    stale = Output({**output.stats, "valid": torch.zeros(1, 4, dtype=torch.bool)})
+    fresh = sampler.decide(make_canvas(width=4, step=3), output, settled)[0]
+    assert chosen(fresh) == [0, 1, 2, 3]
+    fallback = sampler.decide(make_canvas(width=4, step=3), stale, settled)[0]
+    assert chosen(fallback) == [0]
+    _, after = sampler.decide(canvas, stale, state)
     assert torch.equal(after["divergences"], state["divergences"])
     assert torch.equal(after["previous"], state["previous"])
 
@@ -662,8 +674,11 @@ def test_pc_prefers_the_beginning_of_the_block() -> None:
     logits = logits_with_top([0.5, 0.45, 0.2, 0.9])
     assert chosen(decide(SAMPLERS.create("pc"), canvas, logits)) == [0]
     assert chosen(decide(SAMPLERS.create("pc", {"lambda_": 0.0}), canvas, logits)) == [3]
-    far = make_canvas(width=4, start=5000)
-    assert chosen(decide(SAMPLERS.create("pc"), far, logits)) == [0]
+    near, far = (
+        decide(SAMPLERS.create("pc"), make_canvas(width=4, start=start), logits).scores
+        for start in (0, 5000)
+    )
+    assert near is not None and far is not None and torch.equal(near, far)
 
 
 def test_pc_prefers_rare_tokens_up_to_alpha(tmp_path: Path) -> None:
