@@ -20,8 +20,8 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; a user's mistake prints one line."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         status: int = args.run(args)
         sys.stdout.flush()
         return status

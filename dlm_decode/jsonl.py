@@ -44,6 +44,13 @@ class Row:
         """The id as text; two rows of one file must differ in it."""
         return str(self.id)
 
+    @property
+    def texts(self) -> list[str]:
+        """What the row says in words: its prompt, or the contents of its messages."""
+        if isinstance(self.source, str):
+            return [self.source]
+        return [part["content"] for part in self.source if isinstance(part, dict)]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -210,31 +217,33 @@ class Finished:
 
 
 def read_finished(path: Path) -> Finished:
-    """The whole result rows of `path`; a half-written last line is left out.
+    """The whole result rows of `path`; a half-written last one is left out.
 
-    Raises `FileFormatError` when a line before the last is no result row.
+    Raises `FileFormatError` for any other line that is no result row: the file is not ours.
     """
-    lines = path.read_bytes().splitlines(keepends=True)
     ids: set[str] = set()
     size = 0
-    for number, line in enumerate(lines, 1):
-        row_id = _finished_id(line)
-        if row_id is None:
-            if number < len(lines):
-                raise FileFormatError(f"{path} line {number} is no result row; cannot resume")
-            break
-        ids.add(row_id)
-        size += len(line)
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n") and line.startswith(_ROW_BEGINS[: len(line)]):
+                break
+            ids.add(_finished_id(line, f"{path} line {number}"))
+            size += len(line)
     return Finished(frozenset(ids), size)
 
 
-def _finished_id(line: bytes) -> str | None:
+_ROW_BEGINS = b'{"id": '
+
+
+def _finished_id(line: bytes, where: str) -> str:
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
-        return None
+        content = None
     whole = line.endswith(b"\n") and isinstance(content, dict)
-    return str(content["id"]) if whole and {"id", "finish_reason"} <= content.keys() else None
+    if not whole or {"id", "finish_reason"} - content.keys():
+        raise FileFormatError(f"{where} is no result row: cannot resume")
+    return str(content["id"])
 
 
 class RowWriter:

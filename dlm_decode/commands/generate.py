@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_decode.errors import OptionError, RequestError
+from dlm_decode.arguments import add_machine, add_method, add_request, build_decoder, parse_parts
+from dlm_decode.errors import DlmDecodeError, OptionError, RequestError
 from dlm_decode.jsonl import (
     FileFormatError,
     Finished,
@@ -31,18 +33,15 @@ from dlm_decode.jsonl import (
 )
 
 if TYPE_CHECKING:
-    from dlm_decode.api import Decoder
+    from dlm_decode.api import Decoder, Parts
     from dlm_decode.types import Generation, Request
-
-EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_files(parser)
-    _add_method(parser)
-    _add_request(parser)
-    _add_machine(parser)
+    add_method(parser)
+    add_request(parser)
+    add_machine(parser)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
@@ -69,129 +68,43 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_method(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("method (see `dlm-decode list`)")
-    group.add_argument(
-        "--sampler", metavar="NAME", default="threshold", help="default: %(default)s"
-    )
-    group.add_argument("--cache", metavar="NAME", default="none", help="default: %(default)s")
-    group.add_argument("--schedule", metavar="NAME", default="fixed", help="default: %(default)s")
-    group.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="options of sampler, cache, schedule and token drawing",
-    )
-    group.add_argument(
-        "--temperature", metavar="T", help="same as --set temperature=T; 0 is greedy"
-    )
-    group.add_argument(
-        "--cfg-scale", metavar="S", type=float, default=0.0, help="guidance (default: 0, off)"
-    )
-
-
-def _add_request(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("request")
-    group.add_argument(
-        "--gen-length", metavar="N", type=int, default=128, help="tokens to decode (default: 128)"
-    )
-    group.add_argument(
-        "--block-length",
-        metavar="N",
-        type=int,
-        help="default: the model's, or 32; the last is shorter",
-    )
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
-    group.add_argument(
-        "--eos-policy", choices=EOS_POLICIES, default="none", help="how end tokens may be chosen"
-    )
-    group.add_argument(
-        "--no-stop-at-eos",
-        dest="stop_at_eos",
-        action="store_false",
-        help="decode the whole length even after an end token",
-    )
-    group.add_argument(
-        "--stop", metavar="TEXT", nargs="+", default=[], help="cut the text at these"
-    )
-    group.add_argument(
-        "--no-chat", dest="chat", action="store_false", help="do not apply the chat template"
-    )
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model and machine")
-    group.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="folder or hub name (default: the bundled model)"
-    )
-    group.add_argument(
-        "--batch-size", metavar="B", type=_positive, default=8, help="rows at a time (default: 8)"
-    )
-    group.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
-    group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ... (default: cpu)")
-    group.add_argument("--threads", metavar="N", type=_positive, help="CPU threads")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 @dataclass(frozen=True)
 class Job:
-    """What there is to decode and where results go."""
+    """What there is to decode and where results go; `rows` includes those finished earlier."""
 
     rows: list[Row]
     problems: list[Problem]
     output: Path | None
     finished: Finished
 
+    @property
+    def is_finished(self) -> bool:
+        return all(row.key in self.finished.ids for row in self.rows)
+
 
 def run(args: argparse.Namespace) -> int:
-    options = _options(args)
-    _check_names(args)
+    parts = parse_parts(args)
     job = _job(args)
-    if args.prompt is not None:
-        return _run_prompt(args, options, job)
     _report(job.problems, args.input)
-    failed = _run_rows(args, options, job) if job.rows else 0
+    failed = _end_cleanly(job) if job.is_finished else _decode(args, parts, job)
     return 1 if job.problems or failed else 0
 
 
-def _options(args: argparse.Namespace) -> dict[str, str]:
-    pairs = [*args.set, *([] if args.temperature is None else [f"temperature={args.temperature}"])]
-    options: dict[str, str] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise OptionError(f"--set takes KEY=VALUE, got {pair!r}")
-        if options.setdefault(key, value) != value:
-            raise OptionError(f"option {key!r} is given twice: {options[key]!r} and {value!r}")
-    return options
-
-
-def _check_names(args: argparse.Namespace) -> None:
-    """Refuse unknown names before a model is loaded."""
-    from dlm_decode.commands.list import registry
-
-    for kind, name in (
-        ("samplers", args.sampler),
-        ("caches", args.cache),
-        ("schedules", args.schedule),
-    ):
-        registry(kind).get(name)
+def _end_cleanly(job: Job) -> int:
+    """With nothing to decode, the output still must exist and end with a whole line."""
+    with RowWriter(job.output, keep_bytes=job.finished.size):
+        return 0
 
 
 def _job(args: argparse.Namespace) -> Job:
     output = None if args.output in (None, "-") else Path(args.output)
     finished = _finished(args, output)
     rows, problems = _read(args)
-    _refuse_foreign(output, finished, rows, problems)
-    rows = [row for row in rows if row.key not in finished.ids]
+    foreign = finished.ids - {row.key for row in rows}
+    if foreign and not problems:
+        raise FileFormatError(
+            f"{output} has a row {min(foreign)!r} that the input lacks: not resumed"
+        )
     return Job(rows, problems, output, finished)
 
 
@@ -207,7 +120,7 @@ def _finished(args: argparse.Namespace, output: Path | None) -> Finished:
     if args.resume and output.is_file():
         return read_finished(output)
     if output.is_file() and not args.overwrite:
-        raise OptionError(f"--output {output} exists; add --resume to go on or --overwrite")
+        raise OptionError(f"--output {output} exists: add --resume to go on or --overwrite")
     return Finished()
 
 
@@ -220,60 +133,20 @@ def _read(args: argparse.Namespace) -> tuple[list[Row], list[Problem]]:
         return read_rows(lines)
 
 
-def _refuse_foreign(
-    output: Path | None, finished: Finished, rows: list[Row], problems: list[Problem]
-) -> None:
-    """A file of results for other prompts is not continued."""
-    foreign = finished.ids - {row.key for row in rows}
-    if foreign and not problems:
-        raise FileFormatError(
-            f"{output} has a row {min(foreign)!r} that the input lacks; not resumed"
-        )
-
-
-def _run_prompt(args: argparse.Namespace, options: dict[str, str], job: Job) -> int:
-    if not job.rows:
-        return 0
-    decoder = _decoder(args, options)
-    requests = {row.key: _request(decoder, args, row) for row in job.rows}
-    as_rows = job.output is not None or args.json or args.trace
-    if as_rows:
-        _write_results(args, job, decoder.run(requests.values()))
-        return 0
-    for generation in decoder.run(requests.values()):
-        print(generation.text)
-        if _shows_progress(args):
-            print(_cost_line(generation), file=sys.stderr)
-    return 0
-
-
-def _run_rows(args: argparse.Namespace, options: dict[str, str], job: Job) -> int:
-    """Decode the job's rows; returns how many of them could not be."""
-    decoder = _decoder(args, options)
+def _decode(args: argparse.Namespace, parts: Parts, job: Job) -> int:
+    """Decode what is not finished and write it; returns how many rows could not be."""
+    decoder = build_decoder(args, parts)
     requests, problems = _requests(decoder, args, job.rows)
+    if args.prompt is not None and problems:
+        raise RequestError(problems[0].message)
     _report(problems, args.input)
-    _write_results(args, job, decoder.run(requests), total=len(requests))
+    todo = [request for request in requests if request.id not in job.finished.ids]
+    results = _with_progress(decoder.run(todo), len(todo), shown=_shows_progress(args))
+    if args.prompt is None or job.output is not None or args.json or args.trace:
+        _write_rows(job, results, trace=args.trace)
+    else:
+        _print_texts(results, with_cost=_shows_progress(args))
     return len(problems)
-
-
-def _decoder(args: argparse.Namespace, options: dict[str, str]) -> Decoder:
-    import torch
-
-    from dlm_decode import api
-
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    return api.Decoder(
-        api.load(args.model, dtype=dtype, device=args.device),
-        sampler=args.sampler,
-        cache=args.cache,
-        schedule=args.schedule,
-        options=options,
-        cfg_scale=args.cfg_scale,
-        seed=args.seed,
-        max_batch_size=args.batch_size,
-    )
 
 
 def _requests(
@@ -284,12 +157,13 @@ def _requests(
     for row in rows:
         try:
             requests.append(_request(decoder, args, row))
-        except RequestError as error:
+        except DlmDecodeError as error:
             problems.append(Problem(row.line, str(error)))
-    return requests, problems
+    return _numbered(requests), problems
 
 
 def _request(decoder: Decoder, args: argparse.Namespace, row: Row) -> Request:
+    _refuse_mask_text(decoder, row)
     fields: dict[str, Any] = {"gen_length": args.gen_length, "block_length": args.block_length}
     request = decoder.request(
         row.source,
@@ -304,13 +178,38 @@ def _request(decoder: Decoder, args: argparse.Namespace, row: Row) -> Request:
     return request
 
 
-def _write_results(
-    args: argparse.Namespace, job: Job, results: Iterable[Generation], *, total: int = 1
-) -> None:
+def _refuse_mask_text(decoder: Decoder, row: Row) -> None:
+    """A text that spells the mask token would become a hole to fill."""
+    if decoder.tokenizer is None:
+        return
+    mask = str(decoder.tokenizer.convert_ids_to_tokens(decoder.model.info.mask_id))
+    if any(mask in text for text in row.texts):
+        raise RequestError(f"the prompt holds {mask!r}, which is the model's mask token: remove it")
+
+
+def _numbered(requests: Iterable[Request]) -> list[Request]:
+    """Equal rows draw different tokens, by their order in the file and not by what is finished."""
+    seen: Counter[tuple[Any, ...]] = Counter()
+    numbered = []
+    for request in requests:
+        content = (tuple(request.prompt_ids), request.gen_length, request.seed)
+        numbered.append(replace(request, sample=seen[content]))
+        seen[content] += 1
+    return numbered
+
+
+def _write_rows(job: Job, results: Iterable[Generation], *, trace: bool) -> None:
     ids = {row.key: row.id for row in job.rows}
     with RowWriter(job.output, keep_bytes=job.finished.size) as writer:
-        for generation in _with_progress(results, total, shown=_shows_progress(args)):
-            writer.write(result_row(ids[generation.id], generation, trace=args.trace))
+        for generation in results:
+            writer.write(result_row(ids[generation.id], generation, trace=trace))
+
+
+def _print_texts(results: Iterable[Generation], *, with_cost: bool) -> None:
+    for generation in results:
+        print(generation.text)
+        if with_cost:
+            print(_cost_line(generation), file=sys.stderr)
 
 
 def _with_progress(

@@ -119,7 +119,7 @@ def result(name: str) -> bytes:
     return encode_row({"id": name, "finish_reason": "eos"})
 
 
-@pytest.mark.parametrize("rest", [b"", b'{"id": "c", "fin', b"{}\n", result("c")[:-1], b"\0\0"])
+@pytest.mark.parametrize("rest", [b"", b'{"id', b'{"id": "c", "fin', result("c")[:-1]])
 def test_resume_takes_the_whole_lines_and_drops_a_half_written_one(
     tmp_path: Path, rest: bytes
 ) -> None:
@@ -132,10 +132,17 @@ def test_resume_takes_the_whole_lines_and_drops_a_half_written_one(
     assert path.read_bytes() == result("a") + result("b") + result("c")
 
 
-def test_resume_refuses_a_file_of_something_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"not a row\n", b"not a row", b"{}\n", b"{}", b"7\n", b"\0\0", b'{"id": "a"}\n', b"\xff\n"],
+)
+@pytest.mark.parametrize("before", [b"", result("a")])
+def test_resume_refuses_a_file_of_something_else(
+    tmp_path: Path, before: bytes, content: bytes
+) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_bytes(b"not a row\n" + result("a"))
-    with pytest.raises(FileFormatError, match="line 1 is no result row"):
+    path.write_bytes(before + content)
+    with pytest.raises(FileFormatError, match=f"line {1 + bool(before)} is no result row"):
         jsonl.read_finished(path)
 
 

@@ -1,0 +1,147 @@
+"""Arguments that commands share: the method, the request, the model and the machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from dlm_decode.errors import OptionError
+
+if TYPE_CHECKING:
+    from dlm_decode.api import Decoder, Parts
+
+EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def add_method(parser: argparse.ArgumentParser) -> None:
+    """Sampler, cache, schedule and their options."""
+    group = parser.add_argument_group("method (see `dlm-decode list`)")
+    group.add_argument(
+        "--sampler", metavar="NAME", default="threshold", help="default: %(default)s"
+    )
+    group.add_argument("--cache", metavar="NAME", default="none", help="default: %(default)s")
+    group.add_argument("--schedule", metavar="NAME", default="fixed", help="default: %(default)s")
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="options of sampler, cache, schedule and token drawing",
+    )
+    group.add_argument(
+        "--temperature", metavar="T", help="same as --set temperature=T; 0 is greedy"
+    )
+    group.add_argument(
+        "--cfg-scale",
+        metavar="S",
+        type=not_negative,
+        default=0.0,
+        help="guidance; default: 0, off",
+    )
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Lengths, seed and what ends a text."""
+    group = parser.add_argument_group("request")
+    group.add_argument(
+        "--gen-length",
+        metavar="N",
+        type=positive_int,
+        default=128,
+        help="tokens to decode; default: 128",
+    )
+    group.add_argument(
+        "--block-length",
+        metavar="N",
+        type=positive_int,
+        help="default: the model's, or 32; the last is shorter",
+    )
+    group.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
+    group.add_argument(
+        "--eos-policy", choices=EOS_POLICIES, default="none", help="how end tokens may be chosen"
+    )
+    group.add_argument(
+        "--no-stop-at-eos",
+        dest="stop_at_eos",
+        action="store_false",
+        help="decode the whole length even after an end token",
+    )
+    group.add_argument(
+        "--stop", metavar="TEXT", nargs="+", default=[], help="cut the text at these"
+    )
+    group.add_argument(
+        "--no-chat", dest="chat", action="store_false", help="do not apply the chat template"
+    )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The model, where it runs and how many rows at a time."""
+    group = parser.add_argument_group("model and machine")
+    group.add_argument(
+        "--model", metavar="NAME_OR_PATH", help="folder or hub name; default: the bundled one"
+    )
+    group.add_argument(
+        "--batch-size", metavar="B", type=positive_int, default=8, help="rows at a time; default: 8"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cpu")
+    group.add_argument("--threads", metavar="N", type=positive_int, help="CPU threads")
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1; other text is refused by the parser."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least 0; other text is refused by the parser."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
+
+
+def parse_parts(args: argparse.Namespace) -> Parts:
+    """Sampler, cache, schedule and drawing, so that mistakes show before a model is loaded."""
+    from dlm_decode.api import build_parts
+
+    return build_parts(args.sampler, args.cache, args.schedule, _options(args))
+
+
+def _options(args: argparse.Namespace) -> dict[str, str]:
+    pairs = [*args.set, *([] if args.temperature is None else [f"temperature={args.temperature}"])]
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise OptionError(f"--set takes KEY=VALUE, got {pair!r}")
+        if options.setdefault(key, value) != value:
+            raise OptionError(f"option {key!r} is given twice: {options[key]!r} and {value!r}")
+    return options
+
+
+def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
+    """The decoder that the arguments describe; loads the model."""
+    import torch
+
+    from dlm_decode.api import Decoder, load
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    return Decoder(
+        load(args.model, dtype=args.dtype, device=args.device),
+        sampler=parts.sampler,
+        cache=parts.cache,
+        schedule=parts.schedule,
+        draw=parts.draw,
+        cfg_scale=args.cfg_scale,
+        seed=args.seed,
+        max_batch_size=args.batch_size,
+    )
