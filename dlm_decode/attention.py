@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -40,14 +40,28 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Watched:
+    """The watched tokens of one group.
+
+    `queries (rows, w)` are packed tokens, each row filled up with its first one. Of their flat
+    attention `(rows * w, N)`, the lines `source (m,)` belong at `target (m,)` of the record.
+    """
+
+    queries: Tensor
+    source: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
 class Watch:
-    """Which attention to record: in `layers`, of the packed tokens `rows (n,)`.
+    """Which attention to record: in `layers`, of `count` tokens, told for each group in `parts`.
 
     `width` is the longest row's length N: the record's last axis.
     """
 
     layers: frozenset[int]
-    rows: Tensor
+    parts: tuple[Watched | None, ...]
+    count: int
     width: int
 
 
@@ -71,20 +85,30 @@ class PackedAttention:
         self._write_to = write_to
         self._watch = watch
         self.watched: Tensor | None = None
-        """Attention `(T, N)` over absolute positions, averaged over heads and watched layers; only
-        the watched rows are filled."""
+        """Attention `(count, N)` of the watched tokens over absolute positions, averaged over heads
+        and watched layers."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._write_to is not None and self._store is not None:
             picked = self._write_from
             new_k, new_v = (k, v) if picked is None else (k[picked], v[picked])
             self._store.write(layer, self._write_to, new_k, new_v)
-        if self._watch is not None and layer in self._watch.layers:
-            self._record(layer, q, k, self._watch)
-        parts = [self._attend(group, layer, q, k, v) for group in self._groups]
+        watched = self._watched_parts(layer)
+        parts = [
+            self._attend(group, part, layer, q, k, v)
+            for group, part in zip(self._groups, watched, strict=True)
+        ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, group: Group, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _watched_parts(self, layer: int) -> tuple[Watched | None, ...]:
+        """What to record of each group in this layer."""
+        if self._watch is None or layer not in self._watch.layers:
+            return (None,) * len(self._groups)
+        return self._watch.parts
+
+    def _attend(
+        self, group: Group, part: Watched | None, layer: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         span = slice(group.start, group.stop)
         queries = _rows_first(q[span], group.rows)
         keys, values = self._context(group, layer)
@@ -93,26 +117,29 @@ class PackedAttention:
             keys = own_k if keys is None else torch.cat([keys, own_k], dim=2)
             values = own_v if values is None else torch.cat([values, own_v], dim=2)
         assert keys is not None and values is not None
+        if part is not None:
+            self._record(part, q, keys)
         grouped = queries.shape[1] != keys.shape[1]
         out = scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
         return rearrange(out, "b h q k -> (b q) h k")
 
-    def _record(self, layer: int, q: Tensor, k: Tensor, watch: Watch) -> None:
-        """Add this layer's attention of the watched rows, recomputed beside the fused kernel."""
+    def _record(self, part: Watched, q: Tensor, keys: Tensor) -> None:
+        """Add the watched tokens' attention over `keys (rows, G, N, K)`, beside the fused kernel.
+
+        Scores are `(rows, H, w, N)`: of the watched queries alone, never of all N. A query head is
+        scored against its group's keys as they lie.
+        """
+        assert self._watch is not None
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         if self.watched is None:
-            self.watched = q.new_zeros((q.shape[0], watch.width), dtype=torch.float32)
-        for group in self._groups:
-            keys, _ = self._context(group, layer)
-            own = _rows_first(k[group.start : group.stop], group.rows) if group.own else None
-            keys = own if keys is None else keys
-            assert keys is not None
-            queries = _rows_first(q[group.start : group.stop], group.rows)
-            share = queries.shape[1] // keys.shape[1]
-            keys = keys.repeat_interleave(share, dim=1) if share > 1 else keys
-            scores = queries.float() @ keys.float().transpose(-1, -2) * q.shape[-1] ** -0.5
-            mean = rearrange(scores.softmax(-1).mean(1), "b q n -> (b q) n")
-            into = self.watched[group.start : group.stop, : mean.shape[-1]]
-            into.add_(mean, alpha=1 / len(watch.layers))
+            shape = (self._watch.count, self._watch.width)
+            self.watched = q.new_zeros(shape, dtype=exact)
+        queries = rearrange(q[part.queries], "b w (g s) k -> b g (s w) k", g=keys.shape[1])
+        scores = queries.to(exact) @ keys.to(exact).transpose(-1, -2) * q.shape[-1] ** -0.5
+        width = part.queries.shape[1]
+        mean = reduce(scores.softmax(-1), "b g (s w) n -> (b w) n", "mean", w=width)
+        into = self.watched[:, : mean.shape[-1]]
+        into.index_add_(0, part.target, mean[part.source], alpha=1 / len(self._watch.layers))
 
     def _context(self, group: Group, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Stored K and V `(rows, G, C, K)`: a view when the pages lie regularly, else gathered."""

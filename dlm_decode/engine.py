@@ -24,7 +24,7 @@ from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import DiffusionLM
-from dlm_decode.packing import Packed, Scope, pack, record_writes
+from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.rows import COMMIT, OVERWRITE, REMASK, Row
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
@@ -192,7 +192,7 @@ class Engine:
         scored = _scored(state.rows, readable, packed, canvas, query, scope)
         stats = self._statistics(hidden, packed, scored)
         if attend.watched is not None:
-            stats["attention"] = attend.watched[packed.read[0]]
+            stats["attention"] = attend.watched
         return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
 
     def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
@@ -221,7 +221,8 @@ class Engine:
         depth = self.model.info.layers
         first = min(int(low * depth), depth - 1)
         layers = range(first, max(first + 1, round(high * depth)))
-        return Watch(frozenset(layers), packed.read[0], max(row.length for row in rows))
+        width = max(row.length for row in rows)
+        return Watch(frozenset(layers), watched_parts(packed), len(packed.read_host), width)
 
     def _statistics(self, hidden: Tensor, packed: Packed, scored: Scored) -> dict[str, Tensor]:
         """Statistics of the scored positions, each `(n, ...)`."""

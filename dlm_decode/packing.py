@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.attention import Group
+from dlm_decode.attention import Group, Watched
 from dlm_decode.caches import RowPlan
 from dlm_decode.kv import Slot
 from dlm_decode.rows import Row
@@ -69,6 +69,7 @@ class Packed:
     `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
     the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
     `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids.
+    `read_host` is the first of `read` as it was before it was sent.
     """
 
     ids: Tensor
@@ -81,6 +82,7 @@ class Packed:
     scatter: Tensor
     window_from: Tensor | None
     window_to: Tensor | None
+    read_host: np.ndarray
 
 
 def pack(
@@ -114,7 +116,31 @@ def pack(
         send(scatter),
         send(window_from) if scope.replaced else None,
         send(window_to) if scope.replaced else None,
+        read[0],
     )
+
+
+def watched_parts(packed: Packed) -> tuple[Watched | None, ...]:
+    """For each group, where the packed rows that are read out lie in it (None: it has none)."""
+    send = _sender(packed.ids.device)
+    return tuple(_watched(group, packed.read_host, send) for group in packed.groups)
+
+
+def _watched(
+    group: Group, read: np.ndarray, send: Callable[[np.ndarray], Tensor]
+) -> Watched | None:
+    target = np.flatnonzero((read >= group.start) & (read < group.stop))
+    if not len(target):
+        return None
+    row = (read[target] - group.start) // group.query
+    order = np.argsort(row, kind="stable")
+    row, target = row[order], target[order]
+    counts = np.bincount(row, minlength=group.rows)
+    place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    first = group.start + group.query * np.arange(group.rows)
+    queries = np.repeat(first[:, None], counts.max(), axis=1)
+    queries[row, place] = read[target]
+    return Watched(send(queries), send(row * counts.max() + place), send(target))
 
 
 def record_writes(rows: Sequence[Row], plans: Sequence[RowPlan]) -> None:
