@@ -12,7 +12,7 @@ from dlm_decode.models import DiffusionLM
 from dlm_decode.rows import Row
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
-from dlm_decode.types import Canvas
+from dlm_decode.types import Canvas, Draw
 
 
 def window_width(rows: Sequence[Row], sampler: Sampler, schedule: Schedule) -> int:
@@ -38,18 +38,20 @@ def build_canvas(
     *,
     wide: bool,
     decided: bool,
+    draw: Draw,
 ) -> tuple[Canvas, list[np.ndarray]]:
     """The canvas of `rows`, and for each row the absolute positions whose logits are read.
 
     Those are the eligible positions, with `wide` (scope "canvas") all masked ones that the plan
-    computes, and with `decided` the decided editable ones too.
+    computes, and with `decided` the decided editable ones too. Without `wide` nothing beyond a
+    row's own window is marked, however wide the windows of the rows beside it are.
     """
     count = len(rows)
     whole = np.zeros((2, count, width), dtype=np.int64)
     flags = np.zeros((3, count, width), dtype=bool)
     readable = []
     for i, row in enumerate(rows):
-        stop = min(base[i] + width, row.length)
+        stop = row.span.stop if wide else row.window.stop
         span = slice(base[i], stop)
         size = stop - base[i]
         whole[0, i, :size] = row.tokens[span]
@@ -57,8 +59,9 @@ def build_canvas(
         computed = np.zeros(row.length, dtype=bool)
         computed[_predicted(plans[i].query, model.info.shift, row.length)] = True
         eligible = row.masked & computed & _limits(row, plans[i])
-        flags[0, i, :size] = row.masked[span]
-        flags[1, i, :size] = row.editable[span]
+        own = size if wide else min(row.window.stop - base[i], size)
+        flags[0, i, :own] = row.masked[span][:own]
+        flags[1, i, :own] = row.editable[span][:own]
         flags[2, i, :size] = eligible[span]
         read = (
             eligible | (_limits(row, plans[i]) & row.editable & computed) if decided else eligible
@@ -67,7 +70,7 @@ def build_canvas(
             read = (row.editable if decided else row.masked) & computed
             read[: base[i]] = read[stop:] = False
         readable.append(np.flatnonzero(read))
-    return _canvas(rows, whole, flags, model), readable
+    return _canvas(rows, whole, flags, model, draw), readable
 
 
 def _predicted(query: np.ndarray, shift: int, length: int) -> np.ndarray:
@@ -88,7 +91,7 @@ def _limits(row: Row, plan: RowPlan) -> np.ndarray:
 
 
 def _canvas(
-    rows: Sequence[Row], whole: np.ndarray, flags: np.ndarray, model: DiffusionLM
+    rows: Sequence[Row], whole: np.ndarray, flags: np.ndarray, model: DiffusionLM, draw: Draw
 ) -> Canvas:
     info, device = model.info, model.device
     numbers = np.array(
@@ -100,6 +103,7 @@ def _canvas(
                 r.window.index,
                 r.blocks,
                 r.window.start,
+                r.window.stop,
                 int(r.masked.sum()),
                 int(r.editable.sum()),
                 r.key,
@@ -110,7 +114,7 @@ def _canvas(
     ).T
     tokens, positions = torch.from_numpy(whole).to(device, non_blocking=True)
     masked, editable, eligible = torch.from_numpy(flags).to(device, non_blocking=True)
-    step, turn, commits, block, blocks, start, remaining, total, keys = torch.from_numpy(
+    step, turn, commits, block, blocks, start, stop, remaining, total, keys = torch.from_numpy(
         np.ascontiguousarray(numbers)
     ).to(device, non_blocking=True)
     return Canvas(
@@ -125,10 +129,12 @@ def _canvas(
         block=block,
         blocks=blocks,
         start=start,
+        stop=stop,
         remaining=remaining,
         total=total,
         keys=keys,
         mask_id=info.mask_id,
         end_ids=info.end_ids,
         vocab_size=info.vocab_size,
+        draw=draw,
     )

@@ -123,6 +123,7 @@ class Engine:
             self.model,
             wide=self.sampler.scope == "canvas",
             decided="decided" in self.sampler.needs,
+            draw=self.draw,
         )
         memory = self._memory(state, canvas)
         query = self.sampler.query(canvas, memory)
@@ -375,7 +376,8 @@ def _spread(values: Tensor, places: Tensor, total: int, shape: tuple[int, ...]) 
 
 
 def _focused(canvas: Canvas, stop: Tensor) -> Canvas:
-    return replace(canvas, eligible=canvas.eligible & (canvas.positions < stop[:, None]))
+    eligible = canvas.eligible & (canvas.positions < stop[:, None])
+    return replace(canvas, eligible=eligible, stop=stop)
 
 
 def _outcome(

@@ -47,8 +47,9 @@ class Canvas:
     `eligible` the masked ones that may be committed this turn. The rest is `(B,)`: `step` counts
     turns since the window's block began, `turn` since the request began, `commits` the tokens
     committed so far (it never falls), `block` and `blocks` are the block's index and the row's
-    number of blocks, `start` the window's first position, `remaining` and `total` the masked and
-    editable positions of the whole row, `keys` the noise keys.
+    number of blocks, `[start, stop)` the block's window (with scope "canvas" the tensors reach
+    beyond it), `remaining` and `total` the masked and editable positions of the whole row, `keys`
+    the noise keys. `draw` is how tokens are drawn.
     """
 
     tokens: Tensor
@@ -62,12 +63,14 @@ class Canvas:
     block: Tensor
     blocks: Tensor
     start: Tensor
+    stop: Tensor
     remaining: Tensor
     total: Tensor
     keys: Tensor
     mask_id: int
     end_ids: tuple[int, ...]
     vocab_size: int
+    draw: Draw = Draw()
 
     @property
     def progress(self) -> Tensor:

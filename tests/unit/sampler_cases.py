@@ -46,6 +46,7 @@ def make_canvas(
         block=one * 0,
         blocks=one if blocks is None else torch.tensor(blocks),
         start=one * start,
+        stop=one * (start + width),
         remaining=masked.sum(-1),
         total=one * width,
         keys=1000 + torch.arange(rows) * 7919,
@@ -93,6 +94,7 @@ def output_of(sampler: Sampler, canvas: Canvas, logits: Tensor, draw: Draw = GRE
 
 def decide(sampler: Sampler, canvas: Canvas, logits: Tensor, draw: Draw = GREEDY) -> Decision:
     """The first decision of a block."""
+    canvas = replace(canvas, draw=draw)
     return sampler.decide(canvas, output_of(sampler, canvas, logits, draw), sampler.init(canvas))[0]
 
 
@@ -122,6 +124,7 @@ def run(
 ) -> list[Decision]:
     """Decisions until nothing is eligible, on fixed logits or one tensor a turn, the last kept."""
     turns = [logits] if isinstance(logits, Tensor) else list(logits)
+    canvas = replace(canvas, draw=draw)
     state = sampler.init(canvas)
     decisions = []
     for turn in range(math.prod(canvas.tokens.shape) + 1):
