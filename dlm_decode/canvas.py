@@ -54,14 +54,14 @@ def build_canvas(
         stop = row.span.stop if wide else row.window.stop
         span = slice(base[i], stop)
         size = stop - base[i]
-        whole[0, i, :size] = row.tokens[span]
+        beyond = row.tokens[base[i] : base[i] + width]  # a query hands back every token of these
+        whole[0, i, : len(beyond)] = beyond
         whole[1, i] = np.arange(base[i], base[i] + width)
         computed = np.zeros(row.length, dtype=bool)
         computed[_predicted(plans[i].query, model.info.shift, row.length)] = True
         eligible = row.masked & computed & _limits(row, plans[i])
-        own = size if wide else min(row.window.stop - base[i], size)
-        flags[0, i, :own] = row.masked[span][:own]
-        flags[1, i, :own] = row.editable[span][:own]
+        flags[0, i, :size] = row.masked[span]
+        flags[1, i, :size] = row.editable[span]
         flags[2, i, :size] = eligible[span]
         read = (
             eligible | (_limits(row, plans[i]) & row.editable & computed) if decided else eligible
