@@ -1,0 +1,295 @@
+"""What the contract tests run: combinations of the registries over tiny models and ragged rows.
+
+The lists are read from the registries, so that a new file is tested the day it appears.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dlm_decode.api import Decoder
+from dlm_decode.caches import CACHES
+from dlm_decode.errors import CapabilityError
+from dlm_decode.models import Attend, DiffusionLM
+from dlm_decode.models.toy import Tabular, random_dream, random_llada
+from dlm_decode.rows import Row, make_row
+from dlm_decode.samplers import SAMPLERS
+from dlm_decode.schedules import SCHEDULES, Window
+from dlm_decode.types import Generation, Request
+
+OFFSET, CELLS, TOKENS = 4, 9, 5
+"""Of the tabular task: where its canvas begins, its positions, and its tokens without the mask."""
+
+MOST_COMBINATIONS = 900
+"""Above this many, each combination of parts takes one model in turn instead of all of them."""
+
+
+def tabular() -> Tabular:
+    """Forty random sequences with random weights; id 0 is the end id and often ends them."""
+    draw = random.Random(5)
+    joint: dict[tuple[int, ...], float] = {}
+    while len(joint) < 40:
+        length = draw.randint(4, CELLS)
+        body = [draw.randrange(1, TOKENS) for _ in range(length)]
+        joint[tuple(body + [0] * (CELLS - length))] = draw.random()
+    return Tabular(joint, vocab_size=TOKENS + 1, offset=OFFSET, end_ids=(0,))
+
+
+MODELS: dict[str, Callable[[], DiffusionLM]] = {
+    "llada": lambda: random_llada(2, hidden=16, heads=2, vocab=32, dtype=torch.float64),
+    "dream": lambda: random_dream(3, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64),
+    "tabular": tabular,
+}
+
+
+@cache
+def model_of(name: str) -> DiffusionLM:
+    return MODELS[name]()
+
+
+@cache
+def requests_of(name: str) -> tuple[Request, ...]:
+    """Rows of different shapes, policies and block lengths; tiny, for they run thousands of times.
+
+    Prompt only; blocks of one; a suffix and frozen tokens; holes in the prompt; one long block.
+    """
+    mask = model_of(name).info.mask_id
+    if name == "tabular":
+        return (
+            Request([1, 2, 1, 3], gen_length=9, block_length=4, id="plain"),
+            Request([1, 2, 1, 3, 2, 4], gen_length=5, block_length=1, id="ones"),
+            Request(
+                [2, 2, 3, 3],
+                gen_length=6,
+                block_length=8,
+                suffix_ids=[0, 0],
+                frozen={1: 3},
+                id="given",
+            ),
+            Request(
+                [3, 1, 2, 4, mask, 1, mask], gen_length=3, block_length=2, infill=True, id="holes"
+            ),
+            Request([4, 3, 2, 1], gen_length=7, block_length=32, stop_at_eos=False, id="long"),
+        )
+    return (
+        Request([3, 5, 7, 2], gen_length=9, block_length=4, id="plain"),
+        Request([9], gen_length=4, block_length=1, eos="banned", id="ones"),
+        Request(
+            [4, 8, 15, 16, 23, 1, 2],
+            gen_length=7,
+            block_length=8,
+            suffix_ids=[6, 11],
+            frozen={2: 5, 3: 6},
+            id="given",
+        ),
+        Request(
+            [7, mask, 12, mask, mask, 3],
+            gen_length=3,
+            block_length=3,
+            infill=True,
+            eos="no_confidence",
+            id="holes",
+        ),
+        Request([1, 2, 3], gen_length=6, block_length=32, stop_at_eos=False, id="long"),
+    )
+
+
+class Combination(NamedTuple):
+    """One choice on every axis, by name."""
+
+    sampler: str
+    cache: str
+    schedule: str
+    model: str
+    temperature: float = 0.0
+    steps: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        given = {"temperature": self.temperature}
+        return given if self.steps is None else given | {"sampler.steps": self.steps}
+
+    @property
+    def revokes(self) -> bool:
+        return "revokes" in SAMPLERS.create(self.sampler).traits
+
+    @property
+    def label(self) -> str:
+        return "-".join(str(part) for part in self if part is not None)
+
+
+def combinations() -> list[Combination]:
+    """Every sampler x cache x schedule x model, greedy; every sampler x cache at temperature 1.
+
+    While they are few all models take part; beyond `MOST_COMBINATIONS` the models alternate. The
+    sampled ones have few steps, where a sampler counts them, and so several tokens in a step.
+    """
+    parts = list(product(SAMPLERS.names(), CACHES.names(), SCHEDULES.names()))
+    models = list(MODELS)
+    if len(parts) * len(models) <= MOST_COMBINATIONS:
+        greedy = [Combination(*part, model) for part, model in product(parts, models)]
+    else:
+        greedy = [Combination(*part, models[i % 3]) for i, part in enumerate(parts)]
+    sampled = [
+        Combination(sampler, cache, "fixed", models[i % 3], 1.0, few_steps(sampler))
+        for i, (sampler, cache) in enumerate(product(SAMPLERS.names(), CACHES.names()))
+    ]
+    return greedy + sampled
+
+
+def few_steps(sampler: str) -> int | None:
+    """A budget of steps for the samplers that have one."""
+    return 4 if "steps" in {f.name for f in fields(SAMPLERS.get(sampler))} else None
+
+
+EVERY_COMBINATION = pytest.mark.parametrize("case", combinations(), ids=lambda case: case.label)
+EVERY_SAMPLER = pytest.mark.parametrize("sampler", SAMPLERS.names())
+EVERY_CACHE = pytest.mark.parametrize("cache_name", CACHES.names())
+EVERY_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES.names())
+EVERY_MODEL = pytest.mark.parametrize("model", list(MODELS))
+
+
+class Counting:
+    """A model that notes how many tokens each of its forwards had."""
+
+    def __init__(self, inner: DiffusionLM) -> None:
+        self.inner, self.info = inner, inner.info
+        self.calls: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self.inner.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
+    ) -> Tensor:
+        assert ids.shape == positions.shape
+        self.calls.append(len(ids))
+        return self.inner.forward(ids, positions, attend, embeds=embeds)
+
+    def embedding(self, ids: Tensor) -> Tensor:
+        return self.inner.embedding(ids)
+
+    def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.inner.logits(hidden, start, stop)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A row before and after one turn, copied: `(N,)` arrays, and the window it was in."""
+
+    window: Window
+    tokens: np.ndarray
+    masked: np.ndarray
+    tokens_after: np.ndarray
+    masked_after: np.ndarray
+
+
+@dataclass
+class Observed:
+    """Everything seen from outside of one row's run."""
+
+    row: Row
+    tokens: np.ndarray
+    turns: list[Turn] = field(default_factory=list)
+    result: Generation | None = None
+
+    @property
+    def generation(self) -> Generation:
+        assert self.result is not None, "the row never finished"
+        return self.result
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows in the order of their requests, and the tokens of each forward that served them."""
+
+    rows: list[Observed]
+    calls: list[int]
+
+
+def decoder_of(case: Combination, *, seed: int = 0, batch: int = 3, **more: Any) -> Decoder:
+    """A decoder with its checks on, over a model that counts its forwards."""
+    return Decoder(
+        Counting(model_of(case.model)),
+        case.sampler,
+        case.cache,
+        case.schedule,
+        options=case.options,
+        seed=seed,
+        max_batch_size=batch,
+        debug=True,
+        **more,
+    )
+
+
+def observe(decoder: Decoder, requests: Sequence[Request]) -> Run:
+    """Decode through the engine itself, copying every row before and after each of its turns."""
+    model = decoder.model
+    calls: list[int] = []
+    if isinstance(model, Counting):
+        model.calls = calls
+    rows = [make_row(r, model.info, decoder.parts.schedule, decoder.seed) for r in requests]
+    seen = {id(row): Observed(row, row.tokens.copy()) for row in rows}
+    before = {id(row): _copied(row) for row in rows}
+    for row, result in decoder.engine.run(rows):
+        watched, (window, tokens, masked) = seen[id(row)], before[id(row)]
+        before[id(row)] = _copied(row)
+        watched.turns.append(Turn(window, tokens, masked, row.tokens.copy(), row.masked.copy()))
+        watched.result = result
+    return Run([seen[id(row)] for row in rows], calls)
+
+
+def _copied(row: Row) -> tuple[Window, np.ndarray, np.ndarray]:
+    return row.window, row.tokens.copy(), row.masked.copy()
+
+
+@cache
+def together(case: Combination) -> Run:
+    """All requests of the model at once, in a batch smaller than their number.
+
+    Rows leave and others enter while the rest go on.
+    """
+    return _tried(case, requests_of(case.model), 3)
+
+
+@cache
+def alone(case: Combination) -> tuple[Run, ...]:
+    """Each request by itself."""
+    return tuple(_tried(case, [request], 1) for request in requests_of(case.model))
+
+
+def _tried(case: Combination, requests: Sequence[Request], batch: int) -> Run:
+    try:
+        return observe(decoder_of(case, batch=batch), requests)
+    except CapabilityError as error:
+        if case.model == "tabular" and "not embeddings" in str(error):
+            pytest.skip("a tabular model has no embeddings")
+        raise
+
+
+def outcome(result: Generation) -> tuple[Any, ...]:
+    """What must not depend on the batch: ids, tokens and places of every step, forwards, cost."""
+    trace = result.trace
+    steps = [(step.positions, step.tokens, step.remasked) for step in trace.steps]
+    costs = dict(trace.forwards_by_kind), trace.computed_positions
+    return result.ids, result.canvas, result.finish_reason, result.tokens, steps, costs
+
+
+def text_of(run: Run) -> list[tuple[int, ...]]:
+    """The decoded rows, whole."""
+    return [seen.generation.canvas for seen in run.rows]

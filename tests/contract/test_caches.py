@@ -1,0 +1,195 @@
+"""What every cache policy guarantees, whatever it saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dlm_decode.api import Decoder
+from dlm_decode.caches import CACHES, CachePolicy, RowPlan, RowView
+from dlm_decode.caches.dual import Dual
+from dlm_decode.caches.none import NoCache
+from dlm_decode.engine import Engine
+from dlm_decode.rows import make_row
+from dlm_decode.samplers import SAMPLERS, Sampler
+from dlm_decode.schedules import SCHEDULES, Span
+from dlm_decode.types import Canvas, Decision, Draw, Generation, Output
+from tests.contract.cases import (
+    EVERY_CACHE,
+    EVERY_MODEL,
+    EVERY_SAMPLER,
+    EVERY_SCHEDULE,
+    model_of,
+    requests_of,
+)
+
+REFRESHING = [
+    n for n in CACHES.names() if "refresh_every" in {f.name for f in fields(CACHES.get(n))}
+]
+EXACT = [name for name in CACHES.names() if CACHES.create(name).exactness == "exact"]
+
+
+def decode(model: str, cache: str, *, temperature: float = 1.0, **more: Any) -> list[Generation]:
+    decoder = Decoder(
+        model_of(model), cache=cache, temperature=temperature, max_batch_size=3, debug=True, **more
+    )
+    return decoder.generate(requests_of(model))
+
+
+def decided(results: list[Generation]) -> list[Any]:
+    steps = [[(s.positions, s.tokens, s.remasked) for s in r.trace.steps] for r in results]
+    return [steps, [r.canvas for r in results], [r.forwards for r in results]]
+
+
+@EVERY_MODEL
+@EVERY_SAMPLER
+@pytest.mark.parametrize("cache_name", REFRESHING)
+def test_a_refresh_in_every_turn_is_no_cache(cache_name: str, sampler: str, model: str) -> None:
+    """Tokens, their order and the number of forwards."""
+    if model == "tabular" and SAMPLERS.create(sampler).needs & {"hidden", "soft_embeddings"}:
+        pytest.skip("a tabular model has no embeddings")
+    cached = decode(model, cache_name, sampler=sampler, options={"refresh_every": 1})
+    assert decided(cached) == decided(decode(model, "none", sampler=sampler))
+    assert all(set(r.trace.forwards_by_kind) == {"refresh"} for r in cached)
+
+
+@pytest.mark.parametrize("cache_name", REFRESHING)
+def test_without_refreshes_an_approximate_cache_does_differ(cache_name: str) -> None:
+    """Negative control: stored K/V do become stale in these models."""
+    models = ("llada", "dream")
+    cached = [decided(decode(model, cache_name, sampler="llada")) for model in models]
+    assert cached != [decided(decode(model, "none", sampler="llada")) for model in models]
+
+
+@EVERY_MODEL
+@EVERY_SCHEDULE
+@pytest.mark.parametrize("cache_name", EXACT)
+def test_an_exact_cache_is_no_cache(cache_name: str, schedule: str, model: str) -> None:
+    cached = decode(model, cache_name, schedule=schedule)
+    assert decided(cached) == decided(decode(model, "none", schedule=schedule))
+
+
+# ------------------------------------------------------------------------- right after a refresh
+
+
+@dataclass(frozen=True)
+class Waiting(Sampler):
+    """Commits nothing in the first two turns of a block and everything in the third.
+
+    Notes all logits, so that an unchanged canvas is seen in a refresh and from the cache.
+    """
+
+    notes: list[tuple[Canvas, Output]] = None  # type: ignore[assignment]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"logits"})
+
+    def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
+        self.notes.append((canvas, output))
+        waits = canvas.step < 2
+        return Decision(output.top1, canvas.eligible & ~waits[:, None], hold=waits), state
+
+
+def watched(model: str, cache: CachePolicy, schedule: str) -> list[tuple[Canvas, Output]]:
+    notes: list[tuple[Canvas, Output]] = []
+    timetable = SCHEDULES.create(schedule)
+    engine = Engine(model_of(model), Waiting(notes=notes), cache, timetable, Draw(), debug=True)
+    info = model_of(model).info
+    rows = [make_row(r, info, timetable, seed=0) for r in requests_of(model)]
+    for _ in engine.run(rows):
+        pass
+    return notes
+
+
+def fresh_logits(notes: list[tuple[Canvas, Output]]) -> list[Tensor]:
+    """Logits of the eligible positions of every turn before anything was committed there."""
+    picked = []
+    for canvas, output in notes:
+        unchanged = canvas.eligible & (canvas.step < 2)[:, None]
+        picked.append(output.logits[unchanged])
+    return picked
+
+
+@EVERY_MODEL
+@EVERY_SCHEDULE
+@EVERY_CACHE
+def test_right_after_a_refresh_logits_are_those_without_a_cache(
+    cache_name: str, schedule: str, model: str
+) -> None:
+    """In all of the window, its first position included, which a shifted model reads outside it.
+
+    Only the first block's turns compare: what is committed later is decided alike, but from K/V
+    that a policy may keep for longer.
+    """
+    cached = watched(model, CACHES.create(cache_name), schedule)[:2]
+    plain = watched(model, CACHES.create("none"), schedule)[:2]
+    assert len(cached) == len(plain) == 2
+    for ours, theirs in zip(fresh_logits(cached), fresh_logits(plain), strict=True):
+        assert ours.shape == theirs.shape and len(ours)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+def test_a_stale_store_is_noticed() -> None:
+    """Negative control: with K/V from before the last commits, the comparison fails."""
+
+    @dataclass(frozen=True)
+    class Late(Dual):
+        def _is_due(self, row: RowView) -> bool:
+            return row.since_refresh < 0
+
+    late, plain = watched("llada", Late(), "fixed"), watched("llada", NoCache(), "fixed")
+    assert len(late) == len(plain)
+    pairs = list(zip(fresh_logits(late), fresh_logits(plain), strict=True))
+    assert all(torch.allclose(a, b) for a, b in pairs[:2])
+    assert not all(torch.allclose(a, b) for a, b in pairs[2:])
+
+
+# ------------------------------------------------------------------------------------ the plans
+
+
+def views(shift: int) -> list[RowView]:
+    """Rows at the start of a block, right after its refresh, and later, for three lengths."""
+    masked = np.zeros(20, dtype=bool)
+    masked[8:] = True
+    later = masked.copy()
+    later[8:11] = False
+    made = []
+    for length in (4, 12, 32):
+        window = SCHEDULES.create("fixed").first(Span(8, 20, length))
+        begun = RowView(20, window, masked, 0, -1, shift, ())
+        made += [
+            begun,
+            replace(begun, masked=later, step=1, since_refresh=0, committed_last=(8, 9, 10)),
+            replace(begun, masked=later, step=5, since_refresh=4, committed_last=(10,)),
+        ]
+    return made
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@EVERY_CACHE
+def test_a_plan_computes_what_the_window_needs(cache_name: str, shift: int) -> None:
+    """Sorted positions inside the row; a logit row for every masked position of the window.
+
+    Planning twice gives the same, and a full forward or refresh computes every position.
+    """
+    policy = CACHES.create(cache_name)
+    for row in views(shift):
+        plan, again = policy.plan(row), policy.plan(row)
+        assert isinstance(plan, RowPlan)
+        assert np.array_equal(plan.query, again.query) and plan.kind == again.kind
+        assert plan.query.dtype == np.int64 and (np.diff(plan.query) > 0).all()
+        assert plan.query[0] >= 0 and plan.query[-1] < row.length
+        assert plan.kind == "window" or len(plan.query) == row.length
+        assert plan.kind != "window" or row.since_refresh >= 0
+        inside = np.arange(row.window.start, row.window.stop)
+        wanted = inside[row.masked[inside]]
+        if plan.only is not None:
+            wanted = wanted[(wanted >= plan.only[0]) & (wanted < plan.only[1])]
+        assert len(wanted)
+        assert np.isin(np.maximum(wanted - shift, 0), plan.query).all()
