@@ -62,7 +62,7 @@ class Schedule(Options):
 
     def widest(self, span: Span) -> int:
         """The longest window this row can have, so that shapes stay fixed."""
-        return span.block_length
+        return min(span.block_length, span.stop)
 
     def focus(self, canvas: Canvas, output: Output) -> Tensor | None:
         """Optionally, new window ends `(B,)` seen from this forward; positions beyond them drop out

@@ -35,6 +35,9 @@ class Fixed(Schedule):
     def blocks(self, span: Span) -> int:
         return -(-(span.stop - self.origin(span)) // span.block_length)
 
+    def widest(self, span: Span) -> int:
+        return min(span.block_length, span.stop - self.origin(span))
+
     def _block(self, span: Span, index: int) -> Window:
         start = self.origin(span) + index * span.block_length
         return Window(start, min(start + span.block_length, span.stop), index)
