@@ -22,6 +22,7 @@ class Random(QuotaSampler):
     """
 
     paper: ClassVar[str] = "Simple and Effective Masked Diffusion Language Models, arXiv:2406.07524"
+    traits: ClassVar[frozenset[str]] = frozenset({"random"})
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         u = uniform(canvas, ORDER)
