@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_decode.caches import CACHES, CachePolicy
+from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
 from dlm_decode.models import DiffusionLM
@@ -18,7 +19,7 @@ from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_mode
 from dlm_decode.options import Options, unknown_option_message
 from dlm_decode.registry import Registry
 from dlm_decode.rows import Row, check_request, make_row
-from dlm_decode.samplers import SAMPLERS, Sampler
+from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import SCHEDULES, Schedule
 from dlm_decode.types import Draw, Frame, Generation, Request
 
@@ -77,8 +78,9 @@ class Parts:
 class Decoder:
     """Decodes requests with one model, sampler, cache policy and schedule.
 
-    Names or ready objects are accepted. `options` are published option names, given to whichever
-    part has them ("cache.refresh_every" names the part). Rows are decoded `max_batch_size` at a
+    Names or ready objects are accepted; "credit+threshold" is a chain of samplers, outermost first.
+    `options` are published option names, given to whichever part has them ("cache.refresh_every"
+    or "credit.alpha" name the part). Rows are decoded `max_batch_size` at a
     time; each row's result is the same alone and in any batch.
     """
 
@@ -243,32 +245,27 @@ def build_parts(
 ) -> Parts:
     """Build the four parts, handing each option to the part that has it.
 
-    A key may be prefixed ("sampler.", "cache.", "schedule.", "draw."); it must be when two parts
-    share it. Raises `OptionError` naming the nearest key.
+    A key may be prefixed ("sampler.", "cache.", "schedule.", "draw.", or the name of a sampler of
+    a chain: "credit.alpha"); it must be when two parts share it. Raises `OptionError` naming the
+    nearest key.
     """
-    kinds: dict[str, tuple[Registry[Any] | None, Any]] = {
-        "sampler": (SAMPLERS, sampler),
-        "cache": (CACHES, cache),
-        "schedule": (SCHEDULES, schedule),
-        "draw": (None, draw),
-    }
-    classes = {name: _class_of(registry, thing) for name, (registry, thing) in kinds.items()}
+    chain = chain_classes(sampler)
+    others = {"cache": _class_of(CACHES, cache), "schedule": _class_of(SCHEDULES, schedule)}
+    classes: dict[str, type[Options]] = {**chain, **others, "draw": Draw}
     known = {name: _option_names(cls) for name, cls in classes.items()}
-    sorted_out: dict[str, dict[str, Any]] = {name: {} for name in kinds}
+    sorted_out: dict[str, dict[str, Any]] = {name: {} for name in classes}
     for key, value in options.items():
-        owner, name = _owner(key, known)
+        owner, name = _owner(key, known, tuple(chain))
         sorted_out[owner][name] = value
     return Parts(
-        SAMPLERS.create(sampler, sorted_out["sampler"]),
+        create_chain(sampler, {name: sorted_out[name] for name in chain}),
         CACHES.create(cache, sorted_out["cache"]),
         SCHEDULES.create(schedule, sorted_out["schedule"]),
         replace(draw or Draw(), **sorted_out["draw"]),
     )
 
 
-def _class_of(registry: Registry[Any] | None, thing: Any) -> type[Options]:
-    if registry is None:
-        return Draw
+def _class_of(registry: Registry[Any], thing: Any) -> type[Options]:
     return registry.get(thing) if isinstance(thing, str) else type(thing)
 
 
@@ -276,13 +273,16 @@ def _option_names(cls: type[Options]) -> set[str]:
     return {f.name for f in fields(cls) if "help" in f.metadata}
 
 
-def _owner(key: str, known: Mapping[str, set[str]]) -> tuple[str, str]:
+def _owner(key: str, known: Mapping[str, set[str]], chain: tuple[str, ...]) -> tuple[str, str]:
+    """Which part an option belongs to, and its name there. "sampler" is any layer of the chain."""
     part, _, name = key.rpartition(".")
-    if part and part not in known:
-        raise OptionError(f"unknown part {part!r} in option {key!r} (parts: {', '.join(known)})")
-    owners = [p for p, names in known.items() if name in names and part in ("", p)]
+    meant = chain if part == "sampler" else (part,) if part else tuple(known)
+    if part and part != "sampler" and part not in known:
+        parts = ", ".join(["sampler", *known])
+        raise OptionError(f"unknown part {part!r} in option {key!r} (parts: {parts})")
+    owners = [p for p in meant if name in known[p]]
     if not owners:
-        candidates = known[part] if part else set().union(*known.values())
+        candidates = set().union(*(known[p] for p in meant))
         raise OptionError(unknown_option_message(name, candidates, part or "this combination"))
     if len(owners) > 1:
         choices = ", ".join(f"{p}.{name}" for p in owners)

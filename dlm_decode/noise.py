@@ -66,6 +66,19 @@ def token_gumbel(
     return noise[:, start - 4 * first : stop - 4 * first]
 
 
+def id_gumbel(canvas: Canvas, ids: Tensor, stream: int = TOKENS) -> Tensor:
+    """Gumbel noise of some `ids (B, W, J)`, as `token_gumbel` has it for them."""
+    words = philox(
+        canvas.keys[:, None, None],
+        ids // 4,
+        canvas.positions[..., None],
+        canvas.commits[:, None, None],
+        torch.full_like(ids, stream),
+    )
+    chosen = torch.stack(words, dim=-1).gather(-1, (ids % 4)[..., None])
+    return _gumbel(chosen[..., 0])
+
+
 def position_words(canvas: Canvas, stream: int, counter: Tensor) -> tuple[Tensor, ...]:
     """Four 32-bit words (as int64) for each window position, each `(B, W)`."""
     return philox(

@@ -32,6 +32,11 @@ class Entry:
     options: tuple[OptionInfo, ...]
     cls: type
 
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether it works on another one, as `name+inner`."""
+        return bool(getattr(self.cls, "is_wrapper", False))
+
 
 class Registry(Generic[T]):
     """Names to classes of one `kind`, found in `package` and in the entry-point group `group`."""

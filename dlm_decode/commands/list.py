@@ -53,11 +53,12 @@ def registry(kind: str) -> Registry[Any]:
 def _as_dict(entry: Entry) -> dict[str, Any]:
     options = [vars(info) for info in entry.options]
     described = {"name": entry.name, "summary": entry.summary, "paper": entry.paper}
-    return described | {"options": options}
+    return described | {"wrapper": entry.is_wrapper, "options": options}
 
 
 def _as_text(entry: Entry) -> str:
     lines = [f"{entry.name}: {entry.summary}"]
+    lines += [f"  wraps another sampler: {entry.name}+NAME"] if entry.is_wrapper else []
     lines += [f"  paper: {entry.paper}"] if entry.paper else []
     return "\n".join(lines + _option_lines(entry.options))
 
