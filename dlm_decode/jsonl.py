@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from dlm_decode.errors import DlmDecodeError, RequestError
 
@@ -240,10 +241,9 @@ def _finished_id(line: bytes, where: str) -> str:
         content = json.loads(line)
     except (ValueError, RecursionError):
         content = None
-    whole = line.endswith(b"\n") and isinstance(content, dict)
-    if not whole or {"id", "finish_reason"} - content.keys():
-        raise FileFormatError(f"{where} is no result row: cannot resume")
-    return str(content["id"])
+    if line.endswith(b"\n") and isinstance(content, dict) and "finish_reason" in content:
+        return str(content.get("id"))
+    raise FileFormatError(f"{where} is no result row: cannot resume")
 
 
 class RowWriter:
@@ -254,10 +254,9 @@ class RowWriter:
     """
 
     def __init__(self, path: Path | None, *, keep_bytes: int = 0) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
         if path is not None:
-            flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_BINARY", 0)
-            self._file = os.fdopen(os.open(path, flags, 0o666), "wb", buffering=0)
+            self._file = path.open("ab", buffering=0)
             self._truncate(keep_bytes)
 
     def write(self, content: Mapping[str, Any]) -> None:
@@ -269,7 +268,7 @@ class RowWriter:
         else:
             self._write_whole(self._file, line)
 
-    def _write_whole(self, file: IO[bytes], line: bytes) -> None:
+    def _write_whole(self, file: FileIO, line: bytes) -> None:
         try:
             rest = memoryview(line)
             while rest:
@@ -283,7 +282,6 @@ class RowWriter:
         self._end = size
         if self._file is not None and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self._file.truncate(size)
-            self._file.seek(size)
 
     def __enter__(self) -> RowWriter:
         return self

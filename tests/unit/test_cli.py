@@ -410,12 +410,12 @@ class TestProcess:
 
     def stop_midway(self, process: subprocess.Popen[bytes], out: Path, how: int) -> bytes:
         """Send signal `how` once some rows are there; returns what was written on stderr."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not out.exists() or out.read_bytes().count(b"\n") < 2:
             assert process.poll() is None and time.monotonic() < deadline, "no rows in time"
             time.sleep(0.002)
         process.send_signal(how)
-        return process.communicate(timeout=60)[1]
+        return process.communicate(timeout=300)[1]
 
     def test_a_killed_run_is_resumed_to_the_rows_of_an_undisturbed_one(
         self, model: str, source: Path, tmp_path: Path
@@ -448,7 +448,7 @@ class TestProcess:
         process.stdout.close()
         err = process.stderr.read()
         process.stderr.close()
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=300) == 141
         assert err == b""
 
     def test_help_and_version_answer_without_torch(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlm_decode.cli import build_parser
+from dlm_decode.models.loading import bundled_model_path
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,6 +29,13 @@ def test_every_command_in_the_readme_parses() -> None:
     for line in lines:
         words = [word.strip('"') for word in re.findall(r'"[^"]*"|\S+', line)]
         build_parser().parse_args(words)
+
+
+@pytest.mark.skipif(not bundled_model_path().is_dir(), reason="the bundled model is not there")
+def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.count(" eos ") == 2
 
 
 @pytest.mark.parametrize("name", re.findall(r"bash (\S+\.sh)", README))
