@@ -69,8 +69,8 @@ def table(heading: str, entries: Iterable[Entry], note: str = "") -> str:
 def _cells(entry: Entry, note: str) -> list[str]:
     options = ", ".join(_option(info) for info in entry.options)
     extra = [str(getattr(entry.cls, note))] if note else []
-    name = f"`{entry.name}+`" if entry.is_wrapper else f"`{entry.name}`"
-    return [name, entry.summary, *extra, options, entry.paper]
+    rule = f"{entry.summary} A wrapper." if entry.is_wrapper else entry.summary
+    return [f"`{entry.name}`", rule, *extra, options, entry.paper]
 
 
 def _option(info: OptionInfo) -> str:
