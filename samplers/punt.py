@@ -64,7 +64,7 @@ class Punt(Sampler):
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         plain = (state["round"] == 0)[:, None]
-        log_p = output.logits.log_softmax(-1)
+        log_p = output.logits.float().log_softmax(-1)
         begun = self._begun(canvas, output)
         alive = torch.where(plain, begun["alive"], self._tested(state, log_p))
         kept = {name: torch.where(plain, begun[name], state[name]) for name in begun}
@@ -86,7 +86,7 @@ class Punt(Sampler):
             "rank": ranks(c, canvas.eligible),
             "alive": canvas.eligible,
             "token": output.candidate,
-            "confidence": c,
+            "confidence": c.float(),
         }
 
     def _tested(self, state: Any, log_p: Tensor) -> Tensor:
