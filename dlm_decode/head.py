@@ -20,7 +20,7 @@ from dlm_decode.types import Canvas, Draw, Output
 Tile = Callable[[int, int], Tensor]
 """Logits `(n, stop - start)` of the vocabulary columns `[start, stop)`, as a tensor of its own."""
 
-_CPU_TILE_BYTES = 1 << 20
+_CPU_TILE_BYTES = 1 << 22
 _DEVICE_TILE_BYTES = 1 << 26
 _FLOOR = -1000.0
 _GROUP = 64

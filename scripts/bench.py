@@ -5,7 +5,7 @@
     python scripts/bench.py decode     # tokens per second against the published loop
 
 `step` times every call of the backbone and of the LM head inside the engine's turns; the rest of a
-turn is overhead (plan, pack, statistics, decide, apply). `bare` is one forward of the backbone
+turn is overhead: the statistics pass over the logits, and the rest (plan, pack, decide, apply). `bare` is one forward of the backbone
 alone on the same tokens, with plain attention and nothing stored. `decode` runs the same decoding
 by the engine and by tests/reference (Fast-dLLM's published loop, batch 1) on the same weights and
 checks that the tokens agree. Times are medians over turns or runs.
@@ -28,9 +28,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dlm_decode import engine
 from dlm_decode.api import Decoder, load
 from dlm_decode.attention import Group, PackedAttention
-from dlm_decode.head import HeadPlan, tile_width
+from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
+from dlm_decode.head import statistics as statistics_pass
 from dlm_decode.models import Attend, DiffusionLM
 from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada
@@ -79,6 +81,14 @@ class Timed:
         self.info, self.device, self.dtype = model.info, model.device, model.dtype
         self.backbone_s: list[float] = []
         self.head_s: list[float] = []
+        self.statistics_s: list[float] = []
+
+    def statistics(self, tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
+        """The engine's head pass, timed; the head's own time is taken out."""
+        start, head = time.perf_counter(), self.head_s[-1]
+        found = statistics_pass(tile, scored, plan)
+        self.statistics_s.append(time.perf_counter() - start - (self.head_s[-1] - head))
+        return found
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
@@ -88,6 +98,9 @@ class Timed:
         self.backbone_s.append(time.perf_counter() - start)
         self.head_s.append(0.0)
         return hidden
+
+    def times(self, turns: list[float]) -> tuple[list[float], ...]:
+        return turns, self.backbone_s, self.head_s, self.statistics_s
 
     def embedding(self, ids: Tensor) -> Tensor:
         return self._model.embedding(ids)
@@ -110,8 +123,10 @@ class StepRow:
     bare_ms: float
     backbone_ms: float
     head_ms: float
-    overhead_ms: float
+    statistics_ms: float
+    rest_ms: float
     overhead_share: float
+    rest_share: float
 
 
 @dataclass(frozen=True)
@@ -142,9 +157,10 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
     options = setting.options(length)
     decoder = Decoder(model, "llada", cache, max_batch_size=batch, options=options)
     requests = setting.requests(batch, length)
+    engine.statistics = model.statistics  # the one place that is timed from outside
     decoder.generate(requests)
-    model.backbone_s.clear()
-    model.head_s.clear()
+    for times in (model.backbone_s, model.head_s, model.statistics_s):
+        times.clear()
     turns, began = [], time.perf_counter()
     seen: dict[str, int] = {}
     for frame in decoder.stream(requests):
@@ -153,12 +169,14 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
             turns.append(time.perf_counter() - began)
             began = time.perf_counter()
     kept = range(1, len(turns)) if cache != "none" else range(len(turns))
-    parts = [(turns[i], model.backbone_s[i], model.head_s[i]) for i in kept]
-    turn, backbone, head = (statistics.median(column) * 1e3 for column in zip(*parts, strict=True))
-    over = statistics.median(t - b - h for t, b, h in parts) * 1e3
+    engine.statistics = statistics_pass
+    columns = [[times[i] * 1e3 for i in kept] for times in model.times(turns)]
+    turn, backbone, head, passes = (statistics.median(column) for column in columns)
+    rest = statistics.median(t - b - h - s for t, b, h, s in zip(*columns, strict=True))
     query = {"none": setting.prompt + length, "prefix": length, "dual": length}[cache]
     bare = bare_forward_s(setting.model, query, batch) * 1e3
-    return StepRow(setting.name, cache, batch, turn, bare, backbone, head, over, over / turn)
+    shares = (passes + rest) / turn, rest / turn
+    return StepRow(setting.name, cache, batch, turn, bare, backbone, head, passes, rest, *shares)
 
 
 def bare_forward_s(model: DiffusionLM, query: int, batch: int, runs: int = 7) -> float:
