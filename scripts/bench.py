@@ -5,8 +5,9 @@
     python scripts/bench.py decode     # tokens per second against the published loop
 
 `step` times every call of the backbone and of the LM head inside the engine's turns; the rest of a
-turn is overhead: the statistics pass over the logits, and the rest (plan, pack, decide, apply). `bare` is one forward of the backbone
-alone on the same tokens, with plain attention and nothing stored. `decode` runs the same decoding
+turn is overhead: the statistics pass over the logits, and everything else (plan, pack, decide,
+apply). `bare` is one forward of the backbone alone on the same tokens, with plain attention and
+nothing stored. `decode` runs the same decoding
 by the engine and by tests/reference (Fast-dLLM's published loop, batch 1) on the same weights and
 checks that the tokens agree. Times are medians over turns or runs.
 """
