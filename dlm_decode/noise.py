@@ -114,8 +114,8 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def _unit(words: Tensor) -> Tensor:
-    """24 high bits to the open interval (0, 1), fp32 and never rounded to 1."""
-    return ((words >> 8).float() + 0.5) * 2.0**-24
+    """23 high bits to the open interval (0, 1): with 24, fp32 would round the last half up to 1."""
+    return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def _gumbel(words: Tensor) -> Tensor:
