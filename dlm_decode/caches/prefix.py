@@ -18,7 +18,8 @@ class Prefix(CachePolicy):
 
     Fast-dLLM (arXiv:2505.22618), section 3.2. For a shifted model the query begins one position
     earlier, so the block's first token is predicted like the others; `compat="fast-dllm"` instead
-    decides that token, and nothing else, from the refresh, as the published Dream code does.
+    decides that token, and nothing else, from the refresh, as the published Dream code does (as
+    long as that token stands: where a sampler puts it off, the query leads as without `compat`).
     """
 
     paper: ClassVar[str] = "Fast-dLLM, arXiv:2505.22618"
@@ -34,7 +35,8 @@ class Prefix(CachePolicy):
         if self._is_due(row):
             only = self._forced(row)
             return RowPlan(span_query(0, row.length), "refresh", only)
-        lead = 0 if self.compat else row.shift
+        settled = not row.masked[row.window.start]
+        lead = 0 if self.compat and settled else row.shift
         return RowPlan(self.query(row, lead), "window")
 
     def query(self, row: RowView, lead: int) -> np.ndarray:
