@@ -7,6 +7,7 @@ Rows enter as places become free and leave the moment they are finished.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -275,7 +276,7 @@ class Engine:
         flying, state.rows = state.rows, []
         reports: list[tuple[Row, Generation | None]] = []
         for row, done in zip(flying, state.done, strict=True):
-            if not row.masked.any() or done or row.ended(ends, revokes):
+            if not row.masked.any() or (done and ends) or row.ended(ends, revokes):
                 state.release(row)
                 reports.append((row, row.close(self.model.info)))
             else:
@@ -298,6 +299,7 @@ class _Flight:
     def admit(self, row: Row, lanes: int) -> None:
         if self.store is not None:
             row.slots = tuple(self.store.allocate(row.length) for _ in range(lanes))
+        row.started_s = time.perf_counter()
         self.rows.append(row)
 
     def release(self, row: Row) -> None:
@@ -391,26 +393,33 @@ def _outcome(
 
     Planes: code, token, confidence (bits of an fp32), and per row done flag and window end. The
     engine's guarantees are here: only eligible positions are committed, only decided editable ones
-    changed, never to the mask id, and a row that would do nothing commits its best position.
+    from the window's start on are changed (no window comes back to what lies before), never to the
+    mask id, and a row that would do nothing commits its best position. What the engine commits of
+    its own accord takes the candidates, whatever stands in the decision's tokens there.
     """
     candidate = output.candidate
-    tokens = torch.where(decision.tokens == canvas.mask_id, candidate, decision.tokens)
+    named = decision.tokens != canvas.mask_id
     commit = decision.commit & canvas.eligible
-    decided = canvas.editable & ~canvas.masked
+    decided = canvas.editable & ~canvas.masked & (canvas.positions >= canvas.start[:, None])
     changes = torch.zeros_like(commit)
-    codes = torch.zeros_like(tokens)
-    for wanted, code in ((decision.overwrite, OVERWRITE), (decision.remask, REMASK)):
+    codes = torch.zeros_like(canvas.tokens)
+    overwrite = None if decision.overwrite is None else decision.overwrite & named
+    for wanted, code in ((overwrite, OVERWRITE), (decision.remask, REMASK)):
         if wanted is not None:
             allowed = wanted & decided & ~finishing[:, None]
             changes = changes | allowed
             codes = codes.masked_fill(allowed, code)
-    fill = finishing if decision.fill is None else finishing | decision.fill
-    commit = commit | (fill[:, None] & canvas.masked & output.valid)
+    if decision.fill is not None:
+        commit = commit | (decision.fill[:, None] & canvas.masked & output.valid)
+    chosen = (commit | changes) & named
+    commit = commit | (finishing[:, None] & canvas.masked & output.valid)
     idle = ~(commit | changes).any(-1, keepdim=True)
     if decision.hold is not None:
         idle = idle & ~(decision.hold & ~finishing)[:, None]
     commit = commit | (best(output.p1, canvas.eligible) & idle)
     codes = codes.masked_fill(commit, COMMIT)
+    tokens = torch.where(chosen, decision.tokens, candidate)
+    tokens = tokens.masked_fill(codes == REMASK, canvas.mask_id)
     scores = output.p1 if decision.scores is None else decision.scores
     sure = scores.float().view(torch.int32).to(torch.int64)
     flags = torch.zeros_like(codes)

@@ -76,14 +76,21 @@ class Row:
         """Account for one forward of `copies` (guidance lanes times branches) of the plan."""
         self.forwards[plan.kind] += 1
         self.computed += len(plan.query) * copies
-        self.since_refresh = 0 if plan.kind == "refresh" else self.since_refresh + 1
+        if plan.kind == "refresh":
+            self.since_refresh = 0
+        elif self.since_refresh >= 0:
+            self.since_refresh += 1
 
     def apply(self, base: int, codes: np.ndarray, tokens: np.ndarray, sure: np.ndarray) -> None:
-        """Carry out one turn: `codes`, `tokens`, `sure` `(W,)` for the positions from `base`."""
+        """Carry out one turn: `codes`, `tokens`, `sure` `(W,)` for the positions from `base`.
+
+        The token of a position that is masked again is the mask id.
+        """
         places = np.flatnonzero(codes)
+        assert len(places) or not self.finishing, "a row that is to finish can commit nothing"
         positions, codes = places + base, codes[places]
         set_now = codes != REMASK
-        self.tokens[positions[set_now]] = tokens[places[set_now]]
+        self.tokens[positions] = tokens[places]
         self.masked[positions] = ~set_now
         self.commits += int(set_now.sum())
         self.last = tuple(positions[set_now].tolist())
@@ -109,10 +116,15 @@ class Row:
         self.window = window
 
     def first_end(self, end_ids: Sequence[int]) -> int | None:
-        """Position of the first decided end id in the decoded span, or None."""
-        inside = slice(self.span.start, self.span.stop)
-        ends = np.isin(self.tokens[inside], end_ids) & ~self.masked[inside]
-        return int(ends.argmax()) + self.span.start if ends.any() else None
+        """Position of the first end id that was decided or frozen as part of the answer, or None.
+
+        One given in an infilled prompt or suffix, as between the turns of a chat, ends nothing.
+        """
+        own = self.editable.copy()
+        first = len(self.request.prompt_ids)
+        own[first : first + self.request.gen_length] = True
+        ends = np.isin(self.tokens, end_ids) & ~self.masked & own
+        return int(ends.argmax()) if ends.any() else None
 
     def ended(self, end_ids: Sequence[int], revokes: bool) -> bool:
         """Whether everything before the first end id is settled and nothing frozen follows it."""
@@ -124,12 +136,12 @@ class Row:
         return settled and not (revokes and self.masked[window].any())
 
     def close(self, info: ModelInfo) -> Generation:
-        """The result; positions left open behind an end id take the first end id."""
-        end = self.first_end(info.end_ids)
+        """The result; positions left open when the row ends take the first end id."""
         capped = self.finishing
         if self.masked.any():
             self.tokens[self.masked] = info.end_ids[0]
             self.masked[:] = False
+        end = self.first_end(info.end_ids)
         ids = self.tokens[self.span.start : self.span.stop]
         count = len(ids) if end is None else end - self.span.start
         reason = "step_cap" if capped else "length" if end is None else "eos"
@@ -152,12 +164,8 @@ def make_row(request: Request, info: ModelInfo, schedule: Schedule, seed: int) -
         blank[offset] = token
     tokens = np.concatenate([prompt, blank, np.asarray(request.suffix_ids, dtype=np.int64)])
     editable = tokens == info.mask_id
-    start, stop = len(prompt), len(prompt) + request.gen_length
-    if request.infill:
-        holes = np.flatnonzero(editable)
-        start, stop = min(start, int(holes[0])), max(int(holes[-1]) + 1, stop * (stop > start))
     block_length = request.block_length or info.block_length or DEFAULT_BLOCK_LENGTH
-    span = Span(start, stop, block_length)
+    span = Span(*_extent(request, editable), block_length)
     own_seed = seed if request.seed is None else request.seed
     masked = editable.copy()
     window = schedule.advance(span, schedule.first(span), masked)
@@ -171,6 +179,16 @@ def make_row(request: Request, info: ModelInfo, schedule: Schedule, seed: int) -
         blocks=schedule.blocks(span),
         key=request_key(own_seed, tokens.tolist(), request.sample),
     )
+
+
+def _extent(request: Request, editable: np.ndarray) -> tuple[int, int]:
+    """First and last (exclusive) position of the generated region and all holes around it."""
+    holes = np.flatnonzero(editable)
+    start, stop = int(holes[0]), int(holes[-1]) + 1
+    if request.gen_length == 0:
+        return start, stop
+    first = len(request.prompt_ids)
+    return min(first, start), max(first + request.gen_length, stop)
 
 
 def check_request(request: Request, info: ModelInfo) -> None:

@@ -1,0 +1,146 @@
+"""The K/V store: pages, slots and what happens when they run out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlm_decode.errors import CapacityError
+from dlm_decode.kv import KVStore, Slot, page_bytes, pages_of
+from dlm_decode.models.toy import random_dream
+
+INFO = random_dream(layers=2, hidden=8, heads=2, kv_heads=1, vocab=16).info
+
+
+def store_of(pages: int, page_length: int) -> KVStore:
+    return KVStore(
+        INFO, pages=pages, page_length=page_length, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+@dataclass
+class Shadow:
+    """What a store must agree with: the rows in it, and how many pages those take."""
+
+    store: KVStore
+    pages: int
+    slots: list[Slot] = field(default_factory=list)
+
+    def check(self) -> None:
+        places = np.concatenate([np.empty(0, int), *(slot.places for slot in self.slots)])
+        assert len(set(places.tolist())) == len(places), "two rows share a place"
+        assert not len(places) or 0 <= places.min() <= places.max() < len(self.store.keys[0])
+        taken = sum(len(slot.pages) for slot in self.slots)
+        assert self.store.free_pages == self.pages - taken
+
+
+COMMANDS = st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 99)), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 8), COMMANDS)
+def test_rows_never_overlap_and_pages_never_leak(
+    pages: int, page_length: int, commands: list[tuple[bool, int, int]]
+) -> None:
+    """Whatever enters and leaves in whatever order; a row that does not fit is refused whole."""
+    shadow = Shadow(store_of(pages, page_length), pages)
+    for enter, length, which in commands:
+        if enter:
+            free = shadow.store.free_pages
+            if pages_of(length, page_length) > free:
+                with pytest.raises(CapacityError, match=f"only {free} are free"):
+                    shadow.store.allocate(length)
+            else:
+                slot = shadow.store.allocate(length)
+                assert len(slot.places) == length == len(slot.tokens) == len(slot.turns)
+                shadow.slots.append(slot)
+        elif shadow.slots:
+            shadow.store.release(shadow.slots.pop(which % len(shadow.slots)))
+        shadow.check()
+    for slot in shadow.slots:
+        shadow.store.release(slot)
+    assert shadow.store.free_pages == pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), COMMANDS)
+def test_a_base_is_given_exactly_when_places_are_consecutive(
+    page_length: int, commands: list[tuple[bool, int, int]]
+) -> None:
+    """Attention reads a consecutive row as a view from `base`; a scattered one is gathered."""
+    store = store_of(12, page_length)
+    slots: list[Slot] = []
+    for enter, length, which in commands:
+        if enter and pages_of(length, page_length) <= store.free_pages:
+            slots.append(store.allocate(length))
+            places = slots[-1].places
+            run = np.arange(places[0], places[0] + length)
+            consecutive = bool(np.array_equal(places, run))
+            assert (slots[-1].base is not None) <= consecutive
+            if slots[-1].base is None:
+                assert (np.diff(slots[-1].pages) != 1).any()
+            else:
+                assert slots[-1].base == places[0]
+        elif slots:
+            store.release(slots.pop(which % len(slots)))
+
+
+def test_consecutive_pages_are_preferred_to_scattered_ones() -> None:
+    store = store_of(6, 2)
+    first, second, _ = (store.allocate(2) for _ in range(3))
+    store.release(first)
+    assert store.allocate(4).base == 6
+    store.release(second)
+    assert store.allocate(4).base == 0
+
+
+def test_scattered_pages_are_used_when_nothing_else_is_left() -> None:
+    store = store_of(3, 2)
+    first, _, third = (store.allocate(2) for _ in range(3))
+    store.release(first)
+    store.release(third)
+    slot = store.allocate(3)
+    assert slot.base is None
+    assert slot.places.tolist() == [0, 1, 4]
+
+
+def test_writes_land_at_their_places_and_nowhere_else() -> None:
+    store = store_of(4, 4)
+    slot = store.allocate(10)
+    k, v = torch.randn(3, 1, 4), torch.randn(3, 1, 4)
+    places = torch.from_numpy(slot.places[[0, 4, 9]])
+    store.write(1, places, k, v)
+    assert torch.equal(store.keys[1][places], k) and torch.equal(store.values[1][places], v)
+    untouched = torch.ones(16, dtype=torch.bool).index_fill(0, places, False)
+    assert not store.keys[1][untouched].any() and not store.values[1][untouched].any()
+    assert not store.keys[0].any()
+
+
+def test_a_slot_released_twice_is_noticed() -> None:
+    store = store_of(2, 4)
+    slot = store.allocate(3)
+    store.release(slot)
+    with pytest.raises(AssertionError, match="twice"):
+        store.release(slot)
+
+
+def test_a_fresh_slot_says_that_nothing_was_computed() -> None:
+    """Also one whose pages another row has used before."""
+    store = store_of(1, 4)
+    slot = store.allocate(4)
+    slot.tokens[:], slot.turns[:] = 7, 3
+    store.release(slot)
+    again = store.allocate(4)
+    assert (again.tokens == -1).all() and (again.turns == -1).all()
+
+
+def test_page_bytes_are_those_allocated() -> None:
+    store = store_of(5, 8)
+    held = sum(x.nbytes for x in (*store.keys, *store.values))
+    assert held == 5 * page_bytes(INFO, 8, 4)
+    assert [pages_of(n, 8) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
