@@ -172,11 +172,11 @@ def test_impure_and_syncing_samplers_are_caught() -> None:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Every tensor of nested containers and dataclasses, in order."""
+    """Every tensor of nested containers and dataclasses, dictionaries by key."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
-        return [t for value in tree.values() for t in tensors_of(value)]
+        return [t for key in sorted(tree) for t in tensors_of(tree[key])]
     if isinstance(tree, (tuple, list)):
         return [t for value in tree for t in tensors_of(value)]
     if isinstance(tree, (Inputs, Canvas, Output, Decision, Query)):
