@@ -16,8 +16,8 @@ from dlm_decode.types import Canvas, Decision, Output, Query
 
 WHOLE = frozenset({"p2", "entropy", "filtered", "logits"})
 """What an inner can read that does not follow from the logits of the credited ids alone."""
-MOST_IDS = 64
-"""Most ids with credit that a position keeps."""
+LEAST_IDS, MOST_IDS = 8, 64
+"""Bounds of how many ids with credit a position keeps: as many as it has turns, so the block's."""
 
 
 @SAMPLERS.register("credit")
@@ -33,7 +33,7 @@ class Credit(Wrapper):
 
     Derived: C is kept as a list of ids. Only tokens that were once the best have any, one more a
     turn at most, so a list as long as the block is exact while every turn decides something; it has
-    at most 64 ids, and a new one beyond that takes the place of the smallest. The fused best token
+    8 to 64 ids, and a new one beyond its end takes the place of the smallest. The fused best token
     and its probability follow from those ids' logits and the log-sum-exp, since this turn's best
     has credit too; at temperature > 0 so does the drawn one, as its perturbed logit is above all
     without credit. An end id that eos="no_confidence" holds back gets no credit.
@@ -62,7 +62,7 @@ class Credit(Wrapper):
 
     def begin(self, canvas: Canvas) -> Any:
         rows, width = canvas.tokens.shape
-        shape, device = (rows, width, min(width, MOST_IDS)), canvas.tokens.device
+        shape, device = (rows, width, min(max(width, LEAST_IDS), MOST_IDS)), canvas.tokens.device
         return {
             "ids": torch.zeros(shape, dtype=torch.long, device=device),
             "credit": torch.zeros(shape, dtype=torch.float64, device=device),
