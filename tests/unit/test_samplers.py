@@ -64,6 +64,16 @@ HERE: list[Setting] = [
     ("klass", {"conf_threshold": 0.3, "history": "canvas", "unmask_strategy": "max_conf"}),
     ("pc", {}),
     ("pc", {"lambda_": 0.0, "steps": 2}),
+    ("hierarchy", {}),
+    ("hierarchy", {"threshold": 0.6, "low_threshold": 0.1}),
+    ("local_leap", {"threshold": 0.5, "relaxed_threshold": 0.3, "radius": 2}),
+    ("credit", {"dense": True}),
+    ("credit", {"dense": True, "tuning_free": True}),
+    ("prophet", {"early": 2.0, "average": "all"}),
+    ("prophet", {"answer": "block"}),
+    ("sched", {"shape": "exponential"}),
+    ("early_stop", {}),
+    ("blank_stop", {}),
 ]
 GIVEN_BY_LOGITS = {"p2", "entropy", "filtered", "logits", "decided"}
 DRAWS = [GREEDY, Draw(temperature=1.0), Draw(temperature=0.7, top_p=0.9)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlm_decode.api import Decoder, build_parts
+from dlm_decode.cli import main
+from dlm_decode.commands.list import _as_dict, _as_text
 from dlm_decode.compose import chain_names
 from dlm_decode.errors import CapabilityError, OptionError, UnknownNameError
 from dlm_decode.samplers import SAMPLERS, Sampler, Wrapper, layers
@@ -20,9 +24,11 @@ from dlm_decode.samplers.prophet import Prophet
 from dlm_decode.samplers.threshold import Threshold
 from dlm_decode.types import Canvas, Draw, Request
 from tests.contract.cases import tabular
+from tests.golden import golden_path, requires_golden
 from tests.unit.sampler_cases import make_canvas, random_logits
 from tests.unit.wrapper_cases import (
     decode,
+    golden_model,
     probed_output,
     ragged_requests,
     steps_of,
@@ -293,3 +299,29 @@ def test_filling_early_does_not_preserve_the_text(name: str) -> None:
     options = {"early": 0, "mid": 0, "late": 0} if name == "prophet" else {"tau_high": 0}
     texts = [r.ids for r in decode(f"{name}+llada", **options)]
     assert texts != [r.ids for r in decode("llada")]
+
+
+# ------------------------------------------------------------------------------ showing them
+
+
+def test_wrappers_are_marked_where_samplers_are_listed() -> None:
+    entries = {entry.name: entry for entry in SAMPLERS.entries()}
+    assert [name for name, entry in entries.items() if entry.is_wrapper] == WRAPPERS
+    assert "wraps another sampler: credit+NAME" in _as_text(entries["credit"])
+    assert "wraps" not in _as_text(entries["threshold"])
+    assert _as_dict(entries["credit"])["wrapper"] and not _as_dict(entries["pc"])["wrapper"]
+
+
+@requires_golden
+def test_the_command_line_takes_a_chain(tmp_path: Path) -> None:
+    """`--sampler credit+threshold`, options finding their layers, equals the Python interface."""
+    rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps({"prompt_ids": [27, 187, 63], "gen_length": 16}) + "\n")
+    given = ["--model", str(golden_path("llada-tiny-a")), "--input", str(rows)]
+    method = ["--sampler", "prophet+credit+threshold", "--block-length", "8"]
+    options = ["--set", "credit.alpha=0.4", "late=1", "threshold.threshold=0.7"]
+    assert main(["generate", *given, *method, *options, "--output", str(out)]) == 0
+    request = Request([27, 187, 63], gen_length=16, block_length=8)
+    sampler = Prophet(Credit(Threshold(threshold=0.7), alpha=0.4), late=1.0)
+    expected = Decoder(golden_model(), sampler).generate(request)[0]
+    assert json.loads(out.read_text())["ids"] == list(expected.ids)
