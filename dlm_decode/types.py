@@ -149,10 +149,10 @@ class Decision:
     """What a sampler wants done; the engine checks and applies it. Masks are `(B, W)` bool.
 
     `commit` sets eligible positions to `tokens (B, W)`; `overwrite` sets already decided editable
-    ones; `remask` makes decided editable ones masked again, both from the window's start on. `fill (B,)` commits every masked
-    position of the window, `done (B,)` ends the row and gives what is open the end id (a model
-    without one goes on), `hold (B,)` marks rows that mean to commit nothing this turn. `scores
-    (B, W)` are kept in the trace.
+    ones; `remask` makes decided editable ones masked again, both from the window's start on.
+    `fill (B,)` commits every masked position of the window, `done (B,)` ends the row and gives what
+    is open the end id (a model without one goes on), `hold (B,)` marks rows that mean to commit
+    nothing this turn. `scores (B, W)` are kept in the trace.
     """
 
     tokens: Tensor
