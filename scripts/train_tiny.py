@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
         default=parse_weights("mini-gsm8k=1,mini-mbpp=0.5,lists=1.8,grids=0.8"),
         help="family=weight,... shares of the documents",
     )
-    parser.add_argument("--ar-steps", type=int, default=1400)
+    parser.add_argument("--ar-steps", type=int, default=1250)
     parser.add_argument("--ar-rows", type=int, default=32, help="rows of 160 tokens a step")
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--lengths",
         type=parse_weights,
-        default=parse_weights("64=0.35,88=0.35,120=0.3"),
+        default=parse_weights("72=0.5,96=0.3,120=0.2"),
         help="diffusion: row lengths and their shares",
     )
     parser.add_argument("--learning-rate", type=float, default=0.003)

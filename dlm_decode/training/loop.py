@@ -38,7 +38,7 @@ class LoopConfig:
     autocast: bool = True
     log_every: int = 50
     evaluate_every: int = 500
-    save_every: int = 250
+    save_every: int = 100
 
 
 def causal_loss(model: TinyTransformer, batch: CausalBatch) -> Tensor:
