@@ -33,8 +33,7 @@ class Dos(QuotaSampler):
     late layers' mean attention A_ij, sinks left out, times the confidence if `times_confidence`. By
     `rule`: a fixed quota a step as in `llada`; every c_i >= threshold, else the best score; or, in
     the order of scores, the longest list with sum H - max H <= gamma nats (`entropy_bound`).
-    Decided are the positions before the window and, up to the block's last mask, those of it that
-    are not masked.
+    Decided are the positions before the window and those of it that are not masked.
     """
 
     paper: ClassVar[str] = "DOS, arXiv:2603.15340"
@@ -67,13 +66,9 @@ class Dos(QuotaSampler):
     def attention_layers(self) -> tuple[float, float]:
         return (self.layers_from, 1.0)
 
-    def init(self, canvas: Canvas) -> Any:
-        ends = (canvas.positions + 1).masked_fill(~canvas.eligible, 0)
-        return super().init(canvas) | {"stop": ends.amax(-1)}
-
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         c = confidence(output, law=self.law)
-        score = decided_mass(canvas, output, self.tau_sink, state["stop"])
+        score = decided_mass(canvas, output, self.tau_sink)
         if self.times_confidence:
             score = score * c
         if self.rule == "quota":
@@ -93,16 +88,13 @@ class Dos(QuotaSampler):
         return longest_prefix(passes, rank, canvas.eligible)
 
 
-def decided_mass(canvas: Canvas, output: Output, tau_sink: float, stop: Tensor) -> Tensor:
-    """Attention `(B, W)` that each position's prediction pays to decided tokens, fp64.
-
-    Only those before `stop (B,)` count: what follows differs with the width of the window.
-    """
+def decided_mass(canvas: Canvas, output: Output, tau_sink: float) -> Tensor:
+    """Attention `(B, W)` that each position's prediction pays to decided tokens, fp64."""
     attention = output.attention.double()
     places = torch.arange(attention.shape[-1], device=attention.device)
     base = canvas.positions[:, :1]
-    in_window = (places - base).clamp(0, canvas.positions.shape[1] - 1)
-    settled = (~canvas.masked).gather(-1, in_window) | (places < base)
+    at = (places - base).clamp(0, canvas.positions.shape[1] - 1)
+    settled = (~canvas.masked).gather(-1, at) & (places < canvas.stop[:, None])
     sink = mean_received(attention, output.valid & canvas.eligible) > tau_sink
-    counts = settled & ~sink & (places < stop[:, None])
+    counts = (settled | (places < base)) & ~sink
     return attention.masked_fill(~counts[:, None], 0.0).sum(-1)
