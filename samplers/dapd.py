@@ -20,12 +20,13 @@ from dlm_decode.types import Canvas, Decision, Output
 class Dapd(Sampler):
     """Commit masked positions no two of which attend to each other, then every confident one.
 
-    DAPD, arXiv:2603.12996: s_ij = (a_ij + a_ji) / 2 of the late layers' mean attention among masked
-    positions; an edge where s_ij > tau. Positions are taken in the order of (weighted degree) x
-    (confidence) unless they neighbour one taken before; certain ones (c = 1) always. Once less than
-    a share `switch` of the window is masked, every c_i > threshold and the best one are committed.
-    Derived: tau moves linearly from `tau` to `tau_end` over the window's decided share, and the
-    certain ones block nobody; shares are of the positions masked when the block began.
+    "DAPD: Dependency-Aware Parallel Decoding via Attention for Diffusion LLMs", arXiv:2603.12996:
+    s_ij = (a_ij + a_ji) / 2 of the late layers' mean attention among masked positions; an edge
+    where s_ij > tau. Positions are taken in the order of (weighted degree) x (confidence) unless
+    they neighbour one taken before; certain ones (c = 1) always. Once less than a share `switch` of
+    the window is masked, every c_i > threshold and the best one are committed. Derived: tau moves
+    linearly from `tau` to `tau_end` over the window's decided share, and the certain ones block
+    nobody; shares are of the positions masked when the block began.
     """
 
     paper: ClassVar[str] = "DAPD, arXiv:2603.12996"

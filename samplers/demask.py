@@ -25,14 +25,16 @@ from dlm_decode.types import Canvas, Decision, Output
 class Demask(Sampler):
     """Commit confident tokens, best first, as long as their summed dependence stays within tau.
 
-    DEMASK, arXiv:2604.02560: a predictor on the final hidden states estimates the influence
-    D_{i->j} = TV(p(x_j), p(x_j | x_i)) of every pair from one forward. In order of confidence, j is
-    taken if sum_{i in S} D_{i->j} keeps the sum over all taken ones ("cumulative"), or is itself
-    ("per_position"), at most tau. If influences are sub-additive, the cumulative sum bounds the
-    total variation between the tokens' joint law and the product of their marginals; it does not
-    where a token depends on several others together only, as with an exclusive or. Positions are
-    ranked before anything is drawn. Derived, as the code is not public: the predictor's form, both
-    selections' details, the default tau, and the sources to use without a predictor.
+    "Dependency-Guided Parallel Decoding in Discrete Diffusion Language Models", arXiv:2604.02560: a
+    predictor on the final hidden states estimates the influence D_{i->j} = TV(p(x_j), p(x_j | x_i))
+    of every pair from one forward. In order of confidence, j is taken if sum_{i in S} D_{i->j}
+    keeps the sum over all taken ones ("cumulative"), or is itself ("per_position"), at most tau. If
+    influences are sub-additive, the cumulative sum bounds the total variation between the tokens'
+    joint law and the product of their marginals; it does not where a token depends only on several
+    others together, as with an exclusive or. Positions are ranked before anything is drawn.
+
+    Derived, not read from published code: the predictor's form, both selections' details, the
+    default tau, and the sources to use without a predictor.
     """
 
     paper: ClassVar[str] = "DEMASK, arXiv:2604.02560"

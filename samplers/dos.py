@@ -29,11 +29,12 @@ from dlm_decode.types import Canvas, Decision, Output
 class Dos(QuotaSampler):
     """Commit the positions first whose attention rests most on tokens already decided.
 
-    DOS, arXiv:2603.15340, of which the formula is derived here: score_i = sum over decided j of the
-    late layers' mean attention A_ij, sinks left out, times the confidence if `times_confidence`. By
-    `rule`: a fixed quota a step as in `llada`; every c_i >= threshold, else the best score; or, in
-    the order of scores, the longest list with sum H - max H <= gamma nats (`entropy_bound`).
-    Decided are the positions before the window and those of it that are not masked.
+    DOS, the Dependency-Oriented Sampler, arXiv:2603.15340, of which the formula is derived here:
+    score_i = sum over decided j of the late layers' mean attention A_ij, sinks left out, times the
+    confidence if `times_confidence`. By `rule`: a fixed quota a step as in `llada`; every c_i >=
+    threshold, else the best score; or, in the order of scores, the longest list with sum H - max H
+    <= gamma nats (`entropy_bound`). Decided are the positions before the window and those of it
+    that are not masked.
     """
 
     paper: ClassVar[str] = "DOS, arXiv:2603.15340"
