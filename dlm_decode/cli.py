@@ -7,6 +7,7 @@ Exit status: 0 done, 1 some input rows were not decoded, 2 a mistake in options,
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status; a user's mistake prints one line."""
     try:
         args = build_parser().parse_args(argv)
+        _tolerate_any_text()
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -88,6 +90,12 @@ def _file_message(error: OSError) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+
+
+def _tolerate_any_text() -> None:
+    """What the terminal's encoding lacks is printed as an escape instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _discard_stdout() -> None:

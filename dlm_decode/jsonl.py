@@ -263,7 +263,7 @@ class RowWriter:
         """Write one row; it is with the operating system when this returns."""
         line = encode_row(content)
         if self._file is None:
-            sys.stdout.write(line.decode())
+            sys.stdout.buffer.write(line)  # UTF-8, whatever the terminal's encoding is
             sys.stdout.flush()
         else:
             self._write_whole(self._file, line)

@@ -451,6 +451,16 @@ class TestProcess:
         assert process.wait(timeout=300) == 141
         assert err == b""
 
+    def test_any_text_can_be_printed_in_any_encoding(self) -> None:
+        code = (
+            "import sys; from dlm_decode import cli, jsonl; cli._tolerate_any_text();"
+            "print('\\u00e4', flush=True); jsonl.RowWriter(None).write({'id': '\\u00e4'})"
+        )
+        env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+        command = [sys.executable, "-c", code]
+        out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True).stdout
+        assert out == b'\\xe4\n{"id": "\xc3\xa4"}\n'
+
     def test_help_and_version_answer_without_torch(self) -> None:
         code = "import sys; from dlm_decode import cli; cli.build_parser(); print(*sys.modules)"
         command = [sys.executable, "-c", code]

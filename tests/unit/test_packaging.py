@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Mapping
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 LINKED = ("samplers", "models")
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
 IGNORED = shutil.ignore_patterns(
@@ -149,3 +152,11 @@ def test_git_holds_the_links_as_symlinks() -> None:
         pytest.skip("not a git checkout")
     out = run("git", "ls-files", "--stage", *(f"dlm_decode/{name}" for name in LINKED), cwd=ROOT)
     assert [line.split()[0] for line in out.splitlines()] == ["120000", "120000"]
+
+
+def test_every_dependency_is_pinned_for_the_scripts() -> None:
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+?);?(?: |$)", CONSTRAINTS, flags=re.MULTILINE))
+    assert pinned["torch"] == "2.13.0"
+    for requirement in requires("dlm-decode") or []:
+        (name,) = re.findall(r"^[\w-]+", requirement)
+        assert name in pinned, requirement
