@@ -10,6 +10,7 @@ import pytest
 
 from dlm_decode.tasks import (
     FAMILIES,
+    Family,
     Item,
     get_family,
     grids,
@@ -21,6 +22,7 @@ from dlm_decode.tasks import (
     train_stream,
     verify,
 )
+from dlm_decode.tasks.items import draw_distinct, new_item
 
 NAMES = sorted(FAMILIES)
 
@@ -55,7 +57,7 @@ def test_answers_of_other_items_and_noise_fail(name: str) -> None:
 def test_held_out_prompts_are_distinct_and_never_in_the_training_stream(name: str) -> None:
     n = 60
     test, validation = held_out(name, n, 3), held_out(name, n, 3, split="validation")
-    trained = {item.prompt for item in itertools.islice(train_stream({name: 1.0}, seed=5), 3000)}
+    trained = {item.prompt for item in itertools.islice(train_stream({name: 1.0}, seed=5), 1000)}
     prompts = {item.prompt for item in test} | {item.prompt for item in validation}
     assert len(prompts) == 2 * n
     assert not prompts & trained
@@ -86,8 +88,14 @@ def test_errors_name_the_parameter_and_the_value() -> None:
         next(train_stream({"lists": -1.0}))
     with pytest.raises(ValueError, match="split must be"):
         held_out("lists", 1, split="train")
-    with pytest.raises(ValueError, match="n must be at most"):
-        held_out("mini-mbpp", 5000)
+
+
+def test_asking_for_more_held_out_items_than_there_are_prompts_is_an_error() -> None:
+    few = Family(
+        "few", lambda rng: new_item("few", str(rng.randrange(40)), "", {}), lambda i, t: True
+    )
+    with pytest.raises(ValueError, match="n must be at most the number of distinct test prompts"):
+        draw_distinct(few, 40, seed=0, split="test", max_tries=200)
 
 
 def test_items_are_frozen() -> None:
