@@ -109,7 +109,7 @@ class Decoder:
         self.seed = _checked("seed", seed, int, low=None)
         given = dict(options or {})
         if temperature is not None:
-            given["temperature"] = temperature
+            given["draw.temperature"] = temperature
         self.parts = build_parts(sampler, cache, schedule, given, draw)
         self.engine = Engine(
             self.model,
@@ -154,13 +154,15 @@ class Decoder:
     def check(self, request: Request) -> None:
         """Raise `RequestError` or `CapabilityError` if `request` cannot be decoded."""
         check_request(request, self.model.info)
+        if isinstance(request.stop, str):
+            raise RequestError(f"stop must be a list of strings, got {request.stop!r}")
         if request.stop:
             self._tokenizer("a stop string")
 
     def generate(self, prompts: Prompt | Iterable[Prompt], **settings: Any) -> list[Generation]:
         """Decode prompts (one or many) and return their results in the same order.
 
-        `settings` are fields of `Request`, the same for all prompts that are not requests.
+        `settings` are fields of `Request`, the same for all prompts; ready requests take them too.
         """
         requests = self._requests(prompts, settings)
         done: dict[int, Generation] = {}
@@ -188,10 +190,10 @@ class Decoder:
             )
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[int, Row, Generation | None]]:
-        requests = _told_apart(requests)
-        info, schedule = self.model.info, self.parts.schedule
         for request in requests:
             self.check(request)
+        requests = _told_apart(requests, self.seed)
+        info, schedule = self.model.info, self.parts.schedule
         rows = [make_row(request, info, schedule, self.seed) for request in requests]
         places = {id(row): place for place, row in enumerate(rows)}
         for row, result in self.engine.run(rows):
@@ -290,22 +292,43 @@ def _owner(key: str, known: Mapping[str, set[str]], chain: tuple[str, ...]) -> t
     return owners[0], name
 
 
-def _told_apart(requests: list[Request]) -> list[Request]:
-    """Give equal requests of one call different draws, counted in order of appearance."""
-    seen: Counter[tuple[Any, ...]] = Counter()
+def _told_apart(requests: list[Request], seed: int) -> list[Request]:
+    """Give equal requests of one call different draws.
+
+    The first of them keeps its `sample`; each further one takes the next number that none has.
+    """
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind = [kinds.setdefault(_content(r, seed), len(kinds)) for r in requests]
+    taken = {(k, r.sample) for k, r in zip(kind, requests, strict=True)}
+    kept: set[tuple[int, int]] = set()
+    least: Counter[int] = Counter()
     apart = []
-    for request in requests:
-        content = (
-            tuple(request.prompt_ids),
-            tuple(request.suffix_ids),
-            tuple(sorted(request.frozen.items())),
-            request.gen_length,
-            request.seed,
-            request.sample,
-        )
-        apart.append(replace(request, sample=request.sample + seen[content]))
-        seen[content] += 1
+    for k, request in zip(kind, requests, strict=True):
+        sample = request.sample
+        if (k, sample) in kept:
+            sample = max(sample, least[k])
+            while (k, sample) in taken:
+                sample += 1
+            least[k] = sample
+        taken.add((k, sample))
+        kept.add((k, sample))
+        apart.append(replace(request, sample=sample))
     return apart
+
+
+def _content(request: Request, seed: int) -> tuple[Any, ...]:
+    """All that makes two requests the same, but for their `id` and `sample`."""
+    plain = replace(
+        request,
+        prompt_ids=tuple(request.prompt_ids),
+        suffix_ids=tuple(request.suffix_ids),
+        frozen=tuple(sorted(request.frozen.items())),  # type: ignore[arg-type]
+        stop=tuple(request.stop),
+        seed=seed if request.seed is None else request.seed,
+        id="",
+        sample=0,
+    )
+    return tuple(getattr(plain, f.name) for f in fields(plain))
 
 
 def _is_nested(prompt: Any) -> bool:
