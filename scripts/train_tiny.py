@@ -47,6 +47,13 @@ def parse_arguments() -> argparse.Namespace:
         default=parse_weights("mini-gsm8k=1,mini-mbpp=0.5,lists=1.8,grids=0.8"),
         help="family=weight,... shares of the documents",
     )
+    parser.add_argument(
+        "--later-weights",
+        type=parse_weights,
+        default=parse_weights("mini-gsm8k=2.4,mini-mbpp=0.8,lists=0.7,grids=0.7"),
+        help="diffusion: shares later on",
+    )
+    parser.add_argument("--later-from", type=int, default=700, help="diffusion: first such step")
     parser.add_argument("--ar-steps", type=int, default=1250)
     parser.add_argument("--ar-rows", type=int, default=32, help="rows of 160 tokens a step")
     parser.add_argument(
@@ -166,7 +173,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    corpus = Corpus(tokenizer, args.weights, seed=args.seed)
+    later = (args.later_from, args.later_weights) if args.stage == "diffusion" else None
+    corpus = Corpus(tokenizer, args.weights, seed=args.seed, later=later)
     size = padded_vocab_size(tokenizer)
     model = TinyTransformer(ModelConfig(size, args.width, args.layers, args.heads, args.hidden))
     if args.compile and args.stage != "report":

@@ -67,12 +67,21 @@ class NoiseConfig:
 
 
 class Corpus:
-    """Tokenised training documents of a weighted mixture of families."""
+    """Tokenised training documents of a weighted mixture of families.
+
+    `later` changes the mixture during training: from its step on, its weights hold.
+    """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, weights: Mapping[str, float], *, seed: int
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        weights: Mapping[str, float],
+        *,
+        seed: int,
+        later: tuple[int, Mapping[str, float]] | None = None,
     ) -> None:
         self.tokenizer, self.weights, self.seed = tokenizer, dict(weights), seed
+        self.later = later
         self.eos_id = _id_of(tokenizer, EOS)
         self.mask_id, self._user, self._assistant = (
             _id_of(tokenizer, special) for special in (MASK, USER, ASSISTANT)
@@ -80,7 +89,9 @@ class Corpus:
 
     def documents(self, step: int) -> Iterator[Document]:
         """The documents of one training step, without end."""
-        return map(self.encode, train_stream(self.weights, seed=f"{self.seed}/{step}"))
+        start, weights = self.later or (0, self.weights)
+        weights = weights if step >= start else self.weights
+        return map(self.encode, train_stream(weights, seed=f"{self.seed}/{step}"))
 
     def encode(self, item: Item) -> Document:
         """Token ids of an item, with markers and eos."""
