@@ -39,6 +39,7 @@ def build_canvas(
     wide: bool,
     decided: bool,
     draw: Draw,
+    horizons: Sequence[int],
 ) -> tuple[Canvas, list[np.ndarray]]:
     """The canvas of `rows`, and for each row the absolute positions whose logits are read.
 
@@ -70,7 +71,7 @@ def build_canvas(
             read = (row.editable if decided else row.masked) & computed
             read[: base[i]] = read[stop:] = False
         readable.append(np.flatnonzero(read))
-    return _canvas(rows, whole, flags, model, draw), readable
+    return _canvas(rows, whole, flags, model, draw, horizons), readable
 
 
 def _predicted(query: np.ndarray, shift: int, length: int) -> np.ndarray:
@@ -91,7 +92,12 @@ def _limits(row: Row, plan: RowPlan) -> np.ndarray:
 
 
 def _canvas(
-    rows: Sequence[Row], whole: np.ndarray, flags: np.ndarray, model: DiffusionLM, draw: Draw
+    rows: Sequence[Row],
+    whole: np.ndarray,
+    flags: np.ndarray,
+    model: DiffusionLM,
+    draw: Draw,
+    horizons: Sequence[int],
 ) -> Canvas:
     info, device = model.info, model.device
     numbers = np.array(
@@ -107,16 +113,17 @@ def _canvas(
                 int(r.masked.sum()),
                 int(r.editable.sum()),
                 r.key,
+                horizons[i],
+                r.ends_from(),
             )
-            for r in rows
+            for i, r in enumerate(rows)
         ],
         dtype=np.int64,
     ).T
     tokens, positions = torch.from_numpy(whole).to(device, non_blocking=True)
     masked, editable, eligible = torch.from_numpy(flags).to(device, non_blocking=True)
-    step, turn, commits, block, blocks, start, stop, remaining, total, keys = torch.from_numpy(
-        np.ascontiguousarray(numbers)
-    ).to(device, non_blocking=True)
+    sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(device, non_blocking=True)
+    step, turn, commits, block, blocks, start, stop, remaining, total, keys, horizon, ends = sent
     return Canvas(
         tokens=tokens,
         positions=positions,
@@ -133,6 +140,8 @@ def _canvas(
         remaining=remaining,
         total=total,
         keys=keys,
+        horizon=horizon,
+        ends_from=ends,
         mask_id=info.mask_id,
         end_ids=info.end_ids,
         vocab_size=info.vocab_size,

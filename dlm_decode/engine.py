@@ -25,11 +25,11 @@ from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import DiffusionLM
+from dlm_decode.outcome import Settled, settle
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
-from dlm_decode.rows import COMMIT, OVERWRITE, REMASK, Row
+from dlm_decode.rows import Row, TurnRecord
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
-from dlm_decode.scores import best
 from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
@@ -125,10 +125,11 @@ class Engine:
             wide=self.sampler.scope == "canvas",
             decided="decided" in self.sampler.needs,
             draw=self.draw,
+            horizons=[self._horizon(row) for row in rows],
         )
         memory = self._memory(state, canvas)
         query = self.sampler.query(canvas, memory)
-        scope = _scope(base, state.width, query)
+        scope = _scope(rows, plans, base, state.width, query)
         if self.debug:
             _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
         output = self._forward(state, plans, readable, canvas, query, scope)
@@ -138,8 +139,15 @@ class Engine:
         decision, state.memory = self.sampler.decide(canvas, output, memory)
         finishing = torch.tensor([r.finishing for r in rows], device=canvas.tokens.device)
         first = output if scope.branches == 1 else output.branch(0)
-        outcome = _outcome(canvas, first, decision, finishing, focus)
-        self._apply(state, plans, base, outcome.cpu(), scope.branches)
+        settled = settle(canvas, first, decision, finishing)
+        outcome = _outcome(canvas, settled, first, decision, focus).cpu()
+        received = _Outcome.received(outcome, len(rows), state.width)
+        self._apply(state, plans, scope, received)
+
+    def _horizon(self, row: Row) -> int:
+        """Turns until the next refresh inside the block; as many as the row is long if none."""
+        turns = self.cache.horizon(row.view(self.model.info.shift))
+        return row.length if turns is None else turns
 
     def _memory(self, state: _Flight, canvas: Canvas) -> Any:
         """Sampler state for this turn: kept rows first, fresh ones begun anew."""
@@ -250,25 +258,19 @@ class Engine:
         return guided
 
     def _apply(
-        self,
-        state: _Flight,
-        plans: Sequence[RowPlan],
-        base: Sequence[int],
-        outcome: Tensor,
-        branches: int,
+        self, state: _Flight, plans: Sequence[RowPlan], scope: Scope, outcome: _Outcome
     ) -> None:
         """Carry the outcome, now on the host, over to the rows."""
-        codes, tokens = outcome[0].numpy(), outcome[1].numpy()
-        sure = outcome[2].to(torch.int32).view(torch.float32).numpy()
-        extra = outcome[3].numpy()
-        state.done = [bool(flag) for flag in extra[:, 0]]
+        state.done = [flag > 0 for flag in outcome.done.tolist()]
         for i, row in enumerate(state.rows):
-            row.charge(plans[i], self.lanes * branches)
-            row.apply(base[i], codes[i], tokens[i], sure[i])
-            stop = int(extra[i, 1]) if extra.shape[1] > 1 else -1
+            record = outcome.of_row(i)
+            row.charge(plans[i], self.lanes * scope.counts[i])
+            row.branches = max(int(outcome.branches[i]), 1)
+            row.apply(scope.base[i], record)
+            stop = int(outcome.stop[i])
             if stop >= 0 and stop != row.window.stop:
                 row.window = replace(row.window, stop=stop)
-            row.advance(self.schedule)
+            row.advance(self.schedule, record.steps)
 
     def _settle_rows(self, state: _Flight) -> Iterator[tuple[Row, Generation | None]]:
         """Report every row; finished ones give back their place first."""
@@ -329,8 +331,8 @@ def _scored(
         canvas.keys[row],
         canvas.positions[row, place],
         commits,
-        _end_mask(rows, readable, branches, _bans_end, flat.device),
-        _end_mask(rows, readable, branches, _demotes_end, flat.device),
+        _end_mask(rows, readable, scope.counts, _bans_end, flat.device),
+        _end_mask(rows, readable, scope.counts, _demotes_end, flat.device),
         None if query is None or query.probe is None else query.probe[row, place],
     )
 
@@ -348,20 +350,36 @@ def _demotes_end(row: Row, positions: np.ndarray) -> np.ndarray:
 def _end_mask(
     rows: Sequence[Row],
     readable: Sequence[np.ndarray],
-    branches: int,
+    counts: Sequence[int],
     rule: Callable[[Row, np.ndarray], np.ndarray],
     device: torch.device,
 ) -> Tensor | None:
     """`rule` for every scored position, `(n,)`; None where it holds nowhere."""
-    parts = [np.tile(rule(row, p), branches) for row, p in zip(rows, readable, strict=True)]
+    parts = [
+        np.tile(rule(row, positions), count)
+        for row, positions, count in zip(rows, readable, counts, strict=True)
+    ]
     mask = np.concatenate(parts)
     return torch.from_numpy(mask).to(device) if mask.any() else None
 
 
-def _scope(base: tuple[int, ...], width: int, query: Query | None) -> Scope:
+def _scope(
+    rows: Sequence[Row],
+    plans: Sequence[RowPlan],
+    base: tuple[int, ...],
+    width: int,
+    query: Query | None,
+) -> Scope:
+    """Windows and branches of this forward; an adaptive query never branches on a refresh."""
     if query is None:
-        return Scope(base, width)
-    return Scope(base, width, query.branches, query.tokens is not None or query.embeds is not None)
+        return Scope(base, width, (1,) * len(rows))
+    most = query.branches
+    counts = tuple(
+        min(row.branches if plan.kind != "refresh" else 1, most) if query.adaptive else most
+        for row, plan in zip(rows, plans, strict=True)
+    )
+    replaced = query.tokens is not None or query.embeds is not None
+    return Scope(base, width, counts, most, replaced)
 
 
 def _laid_out(stats: dict[str, Tensor], places: Tensor, rows: int, scope: Scope) -> Output:
@@ -383,51 +401,55 @@ def _focused(canvas: Canvas, stop: Tensor) -> Canvas:
 
 
 def _outcome(
-    canvas: Canvas,
-    output: Output,
-    decision: Decision,
-    finishing: Tensor,
-    focus: Tensor | None,
+    canvas: Canvas, settled: Settled, output: Output, decision: Decision, focus: Tensor | None
 ) -> Tensor:
-    """What happens to each position, as one int64 tensor `(4, B, W)` for a single transfer.
-
-    Planes: code, token, confidence (bits of an fp32), and per row done flag and window end. The
-    engine's guarantees are here: only eligible positions are committed, only decided editable ones
-    from the window's start on are changed (no window comes back to what lies before), never to the
-    mask id, and a row that would do nothing commits its best position. What the engine commits of
-    its own accord takes the candidates, whatever stands in the decision's tokens there.
-    """
-    candidate = output.candidate
-    named = decision.tokens != canvas.mask_id
-    commit = decision.commit & canvas.eligible
-    decided = canvas.editable & ~canvas.masked & (canvas.positions >= canvas.start[:, None])
-    changes = torch.zeros_like(commit)
-    codes = torch.zeros_like(canvas.tokens)
-    overwrite = None if decision.overwrite is None else decision.overwrite & named
-    for wanted, code in ((overwrite, OVERWRITE), (decision.remask, REMASK)):
-        if wanted is not None:
-            allowed = wanted & decided & ~finishing[:, None]
-            changes = changes | allowed
-            codes = codes.masked_fill(allowed, code)
-    if decision.fill is not None:
-        commit = commit | (decision.fill[:, None] & canvas.masked & output.valid)
-    chosen = (commit | changes) & named
-    commit = commit | (finishing[:, None] & canvas.masked & output.valid)
-    idle = ~(commit | changes).any(-1, keepdim=True)
-    if decision.hold is not None:
-        idle = idle & ~(decision.hold & ~finishing)[:, None]
-    commit = commit | (best(output.p1, canvas.eligible) & idle)
-    codes = codes.masked_fill(commit, COMMIT)
-    tokens = torch.where(chosen, decision.tokens, candidate)
-    tokens = tokens.masked_fill(codes == REMASK, canvas.mask_id)
+    """All that a turn decided, as one flat int64 tensor for a single transfer; see `_Outcome`."""
     scores = output.p1 if decision.scores is None else decision.scores
     sure = scores.float().view(torch.int32).to(torch.int64)
-    flags = torch.zeros_like(codes)
-    if decision.done is not None:
-        flags[:, 0] = decision.done
-    if flags.shape[1] > 1:
-        flags[:, 1] = -1 if focus is None else focus
-    return torch.stack([codes, tokens, sure, flags])
+    nothing = torch.zeros_like(settled.codes)
+    order = nothing if decision.order is None else decision.order
+    unset = torch.full_like(canvas.commits, -1)
+    per_row = [
+        unset if value is None else value.to(torch.int64)
+        for value in (decision.done, focus, decision.steps, decision.commits, decision.branches)
+    ]
+    planes = (settled.codes, settled.tokens, sure, order)
+    return torch.cat([*(plane.reshape(-1) for plane in planes), *per_row])
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """`_outcome` on the host: arrays `(B, W)`, and per row `(B,)`, where -1 means not given."""
+
+    codes: np.ndarray
+    tokens: np.ndarray
+    sure: np.ndarray
+    order: np.ndarray
+    done: np.ndarray
+    stop: np.ndarray
+    steps: np.ndarray
+    commits: np.ndarray
+    branches: np.ndarray
+
+    @classmethod
+    def received(cls, flat: Tensor, rows: int, width: int) -> _Outcome:
+        """The one host sync of a turn is the transfer that made `flat`."""
+        size = 4 * rows * width
+        planes = flat[:size].reshape(4, rows, width)
+        sure = planes[2].to(torch.int32).view(torch.float32).numpy()
+        codes, tokens, _, order = planes.numpy()
+        return cls(codes, tokens, sure, order, *flat[size:].reshape(5, rows).numpy())
+
+    def of_row(self, i: int) -> TurnRecord:
+        commits = int(self.commits[i])
+        return TurnRecord(
+            self.codes[i],
+            self.tokens[i],
+            self.sure[i],
+            self.order[i],
+            max(int(self.steps[i]), 1),
+            None if commits < 0 else commits,
+        )
 
 
 def _check_plans(

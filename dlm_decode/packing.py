@@ -53,11 +53,13 @@ class Entry:
 class Scope:
     """Where each row's window begins (`base`, B entries), how wide windows are, and branches.
 
-    `replaced`: the sampler gives its own window contents.
+    `counts` (B entries): how many of the `branches` each row uses. `replaced`: the sampler gives
+    its own window contents.
     """
 
     base: tuple[int, ...]
     width: int
+    counts: tuple[int, ...]
     branches: int = 1
     replaced: bool = False
 
@@ -97,7 +99,7 @@ def pack(
     device: torch.device,
 ) -> Packed:
     """Pack the rows' plans; `scored` are the absolute positions of each row to read out."""
-    entries = sorted(_entries(rows, plans, scope.branches, lanes, mask_id), key=lambda e: e.shape)
+    entries = sorted(_entries(rows, plans, scope.counts, lanes, mask_id), key=lambda e: e.shape)
     starts = np.cumsum([0, *(len(e.plan.query) for e in entries)])
     send = _sender(device)
     ids = np.concatenate([e.tokens[e.plan.query] for e in entries])
@@ -159,14 +161,14 @@ def _sender(device: torch.device) -> Callable[[np.ndarray], Tensor]:
 
 
 def _entries(
-    rows: Sequence[Row], plans: Sequence[RowPlan], branches: int, lanes: int, mask_id: int
+    rows: Sequence[Row], plans: Sequence[RowPlan], counts: Sequence[int], lanes: int, mask_id: int
 ) -> Iterator[Entry]:
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         for lane in range(lanes):
             tokens = row.tokens if lane == 0 else np.where(row.editable, row.tokens, mask_id)
             slot = row.slots[lane] if row.slots else None
-            for branch in range(branches):
-                yield Entry(index, lane, branch, plan, tokens, row.editable, slot, branches)
+            for branch in range(counts[index]):
+                yield Entry(index, lane, branch, plan, tokens, row.editable, slot, counts[index])
 
 
 def _groups(

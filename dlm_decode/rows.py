@@ -25,6 +25,23 @@ COMMIT, REMASK, OVERWRITE = 1, 2, 3
 """What happened to a position in a turn."""
 
 
+@dataclass(frozen=True)
+class TurnRecord:
+    """What one turn did to a row's window, arrays `(W,)`.
+
+    `codes` and `tokens` say what each position became (the mask id if masked again), `sure`
+    the confidence, `order` which of the turn's `steps` wrote it. `commits` counts the tokens
+    committed, where that is more than the positions set.
+    """
+
+    codes: np.ndarray
+    tokens: np.ndarray
+    sure: np.ndarray
+    order: np.ndarray
+    steps: int = 1
+    commits: int | None = None
+
+
 @dataclass
 class Row:
     """The only mutable record of the engine; `tokens`, `editable`, `masked` are `(N,)`."""
@@ -46,6 +63,7 @@ class Row:
     fresh: bool = True
     place: int = -1
     finishing: bool = False
+    branches: int = 1
     forwards: Counter[str] = field(default_factory=Counter)
     computed: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -81,39 +99,52 @@ class Row:
         elif self.since_refresh >= 0:
             self.since_refresh += 1
 
-    def apply(self, base: int, codes: np.ndarray, tokens: np.ndarray, sure: np.ndarray) -> None:
-        """Carry out one turn: `codes`, `tokens`, `sure` `(W,)` for the positions from `base`.
-
-        The token of a position that is masked again is the mask id.
-        """
-        places = np.flatnonzero(codes)
+    def apply(self, base: int, turn: TurnRecord) -> None:
+        """Carry out one turn of the positions from `base`."""
+        places = np.flatnonzero(turn.codes)
         assert len(places) or not self.finishing, "a row that is to finish can commit nothing"
-        positions, codes = places + base, codes[places]
+        positions, codes = places + base, turn.codes[places]
         set_now = codes != REMASK
-        self.tokens[positions] = tokens[places]
+        self.tokens[positions] = turn.tokens[places]
         self.masked[positions] = ~set_now
-        self.commits += int(set_now.sum())
+        self.commits += int(set_now.sum()) if turn.commits is None else turn.commits
         self.last = tuple(positions[set_now].tolist())
+        for step in range(turn.steps):
+            of_step = turn.order[places] == step if turn.steps > 1 else slice(None)
+            self._record(turn, places[of_step], base)
+
+    def _record(self, turn: TurnRecord, places: np.ndarray, base: int) -> None:
+        """Add one step to the trace: the `places` of a turn that it wrote."""
+        set_now = turn.codes[places] != REMASK
         self.steps.append(
             Step(
-                self.last,
-                tuple(tokens[places[set_now]].tolist()),
-                tuple(sure[places[set_now]].tolist()),
-                tuple(positions[~set_now].tolist()),
+                tuple((places[set_now] + base).tolist()),
+                tuple(turn.tokens[places[set_now]].tolist()),
+                tuple(turn.sure[places[set_now]].tolist()),
+                tuple((places[~set_now] + base).tolist()),
             )
         )
 
-    def advance(self, schedule: Schedule) -> None:
-        """Move on to the next turn, and to the next window where the schedule says so."""
-        self.turn += 1
-        self.step += 1
-        self.finishing = self.finishing or self.turn >= self.turn_limit
+    def advance(self, schedule: Schedule, steps: int = 1) -> None:
+        """Move on by `steps` turns' worth, and to the next window where the schedule says so."""
+        self.turn += steps
+        self.step += steps
+        if self.since_refresh >= 0:
+            self.since_refresh += steps - 1
+        self.finishing = self.finishing or sum(self.forwards.values()) >= self.turn_limit
         if not self.masked.any():
             return
         window = schedule.advance(self.span, self.window, self.masked)
         if window.index != self.window.index:
-            self.step, self.fresh = 0, True
+            self.step, self.fresh, self.branches = 0, True, 1
         self.window = window
+
+    def ends_from(self) -> int:
+        """First position from which on nothing is frozen, N if the row never ends early."""
+        if not self.request.stop_at_eos:
+            return self.length
+        frozen = np.flatnonzero(~self.editable)
+        return int(frozen[-1]) + 1 if len(frozen) else 0
 
     def first_end(self, end_ids: Sequence[int]) -> int | None:
         """Position of the first end id that was decided or frozen as part of the answer, or None.

@@ -67,6 +67,8 @@ class Canvas:
     remaining: Tensor
     total: Tensor
     keys: Tensor
+    horizon: Tensor
+    ends_from: Tensor
     mask_id: int
     end_ids: tuple[int, ...]
     vocab_size: int
@@ -84,13 +86,15 @@ class Query:
 
     `tokens (B, R, W)` are R branches of each row's window; they share the row's stored context and
     only branch 0 is stored. `embeds (B, R, W, D)` replaces the embeddings where `soft (B, R, W)`
-    holds. `probe (B, W, J)` are ids whose logits are wanted as `Output.probed`.
+    holds. `probe (B, W, J)` are ids whose logits are wanted as `Output.probed`. `adaptive`: of the
+    R branches a row uses as many as its last decision named, 1 at first.
     """
 
     tokens: Tensor | None = None
     embeds: Tensor | None = None
     soft: Tensor | None = None
     probe: Tensor | None = None
+    adaptive: bool = False
 
     @property
     def branches(self) -> int:
@@ -112,8 +116,7 @@ class Output:
     positions, averaged over heads and the sampler's `attention_layers`); "decided" asks for
     statistics of decided positions too. At temperature > 0 also `sampled` (id), `p_sampled` and,
     with "filtered", `q_sampled`. `q2` needs "p2" beside "filtered", `q_entropy` "entropy".
-    Asking for what was not declared raises
-    `CapabilityError`.
+    Asking for what was not declared raises `CapabilityError`.
     """
 
     stats: Mapping[str, Tensor]
@@ -153,6 +156,10 @@ class Decision:
     `fill (B,)` commits every masked position of the window, `done (B,)` ends the row and gives what
     is open the end id (a model without one goes on), `hold (B,)` marks rows that mean to commit
     nothing this turn. `scores (B, W)` are kept in the trace.
+
+    A decision that stands for several steps of another sampler says so: `steps (B,)` of them,
+    `order (B, W)` the step (from 0) that each position was last written in, `commits (B,)` the
+    tokens committed in them, `branches (B,)` the versions of the row wanted in the next forward.
     """
 
     tokens: Tensor
@@ -163,6 +170,10 @@ class Decision:
     done: Tensor | None = None
     hold: Tensor | None = None
     scores: Tensor | None = None
+    steps: Tensor | None = None
+    order: Tensor | None = None
+    commits: Tensor | None = None
+    branches: Tensor | None = None
 
 
 @dataclass(frozen=True)

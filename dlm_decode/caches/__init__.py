@@ -56,16 +56,22 @@ class CachePolicy(Options):
     """Base of all cache policies.
 
     `exactness` is "exact" (logits equal a forward over the whole row) or "approximate". `stores`
-    says whether rows need a place in the K/V store.
+    says whether rows need a place in the K/V store. `refreshes_blocks`: what a later block sees of
+    an earlier one is computed anew when the block begins, never taken from the turns in between.
     """
 
     paper: ClassVar[str] = ""
     exactness: ClassVar[Literal["exact", "approximate"]] = "approximate"
     stores: ClassVar[bool] = True
+    refreshes_blocks: ClassVar[bool] = True
 
     def plan(self, row: RowView) -> RowPlan:
         """What to compute for this row now; an eligible i needs i - shift in the query."""
         raise NotImplementedError
+
+    def horizon(self, row: RowView) -> int | None:
+        """Turns from this one on until the next refresh inside the block; None if there is none."""
+        return None
 
 
 CACHES: Registry[CachePolicy] = Registry("cache", "dlm_decode.caches", "dlm_decode.caches")

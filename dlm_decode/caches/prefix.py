@@ -39,6 +39,13 @@ class Prefix(CachePolicy):
         lead = 0 if self.compat and settled else row.shift
         return RowPlan(self.query(row, lead), "window")
 
+    def horizon(self, row: RowView) -> int | None:
+        if self.refresh_every is None:
+            return None
+        return (
+            self.refresh_every if self._is_due(row) else self.refresh_every - row.since_refresh - 1
+        )
+
     def query(self, row: RowView, lead: int) -> np.ndarray:
         """Positions computed between refreshes; `lead` more are wanted before the window."""
         return span_query(row.window.start - lead, row.length)

@@ -50,6 +50,8 @@ def make_canvas(
         remaining=masked.sum(-1),
         total=one * width,
         keys=1000 + torch.arange(rows) * 7919,
+        horizon=torch.full((rows,), width),
+        ends_from=torch.zeros(rows, dtype=torch.long),
         mask_id=mask_id,
         end_ids=(1,),
         vocab_size=vocab_size,
