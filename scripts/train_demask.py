@@ -30,6 +30,8 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="folder or hub id (default: the bundled model)")
+    parser.add_argument("--dtype", help="such as float32 (default: the checkpoint's)")
+    parser.add_argument("--device", help="such as cuda (default: cpu)")
     parser.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     parser.add_argument(
         "--prompts", type=Path, help="text file, one prompt a line (default: the built-in tasks)"
@@ -70,7 +72,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     try:
         config = DemaskConfig(**{f.name: getattr(args, f.name) for f in fields(DemaskConfig)})
-        loaded = load(args.model)
+        loaded = load(args.model, dtype=args.dtype, device=args.device)
         decoder = Decoder(
             loaded,
             "threshold",
