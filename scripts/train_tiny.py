@@ -18,7 +18,15 @@ from pathlib import Path
 
 import torch
 
-from dlm_decode.training.data import Corpus, NoiseConfig, causal_batch, diffusion_batch
+from dlm_decode.training.data import (
+    Corpus,
+    DiffusionBatch,
+    NoiseConfig,
+    Phase,
+    causal_batch,
+    diffusion_batch,
+    phase_at,
+)
 from dlm_decode.training.decode import evaluate
 from dlm_decode.training.export import export_causal, export_diffusion
 from dlm_decode.training.loop import LoopConfig, Run, causal_loss, diffusion_loss
@@ -26,6 +34,17 @@ from dlm_decode.training.models import ModelConfig, TinyTransformer, to_diffusio
 from dlm_decode.training.tokenizer import build_tokenizer, padded_vocab_size
 
 Evaluate = Callable[[TinyTransformer], Mapping[str, Mapping[str, float]]]
+
+WEIGHTS = {"mini-gsm8k": 1.0, "mini-mbpp": 0.5, "lists": 1.8, "grids": 0.8}
+LATER_WEIGHTS = {"mini-gsm8k": 2.4, "mini-mbpp": 0.8, "lists": 0.7, "grids": 0.7}
+LAST_WEIGHTS = {"mini-gsm8k": 3.0, "mini-mbpp": 0.8, "lists": 0.7, "grids": 0.4}
+PHASES = (
+    Phase(0, WEIGHTS, NoiseConfig()),
+    Phase(700, LATER_WEIGHTS, NoiseConfig()),
+    # Fully random masks often leave a result's later copy in sight; blocks do not, so more of them.
+    Phase(1400, LAST_WEIGHTS, NoiseConfig(blockwise=0.75, block_lengths=(4, 8, 16, 16, 32))),
+)
+"""The diffusion stage moves to what is learned last: arithmetic."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,25 +60,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument(
-        "--weights",
-        type=parse_weights,
-        default=parse_weights("mini-gsm8k=1,mini-mbpp=0.5,lists=1.8,grids=0.8"),
-        help="family=weight,... shares of the documents",
-    )
-    parser.add_argument(
-        "--later-weights",
-        type=parse_weights,
-        default=parse_weights("mini-gsm8k=2.4,mini-mbpp=0.8,lists=0.7,grids=0.7"),
-        help="diffusion: shares later on",
-    )
-    parser.add_argument("--later-from", type=int, default=700, help="diffusion: first such step")
     parser.add_argument("--ar-steps", type=int, default=1250)
     parser.add_argument("--ar-rows", type=int, default=32, help="rows of 160 tokens a step")
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"
     )
-    parser.add_argument("--steps", type=int, default=4000, help="diffusion updates")
+    parser.add_argument("--steps", type=int, default=2500, help="diffusion updates")
     parser.add_argument("--tokens", type=int, default=8000, help="diffusion: tokens a step")
     parser.add_argument(
         "--lengths",
@@ -105,9 +111,14 @@ def train_ar(args: argparse.Namespace, corpus: Corpus, model: TinyTransformer) -
 def train_diffusion(args: argparse.Namespace, corpus: Corpus, model: TinyTransformer) -> None:
     """The masked diffusion model from the twin's averaged weights, in `WORK/diffusion`."""
     lengths = {int(length): share for length, share in args.lengths.items()}
-    make_batch = partial(
-        diffusion_batch, corpus, tokens=args.tokens, lengths=lengths, noise=NoiseConfig()
-    )
+
+    def make_batch(step: int) -> DiffusionBatch:
+        phase = phase_at(PHASES, step)
+        mixture = Corpus(corpus.tokenizer, phase.weights, seed=args.seed)
+        return diffusion_batch(
+            mixture, step, tokens=args.tokens, lengths=lengths, noise=phase.noise
+        )
+
     config = LoopConfig(args.steps, args.learning_rate, evaluate_every=args.evaluate_every)
     twin = load_average(args, model, "ar")
     model.load_state_dict(
@@ -173,8 +184,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    later = (args.later_from, args.later_weights) if args.stage == "diffusion" else None
-    corpus = Corpus(tokenizer, args.weights, seed=args.seed, later=later)
+    corpus = Corpus(tokenizer, WEIGHTS, seed=args.seed)
     size = padded_vocab_size(tokenizer)
     model = TinyTransformer(ModelConfig(size, args.width, args.layers, args.heads, args.hidden))
     if args.compile and args.stage != "report":

@@ -6,7 +6,7 @@ Shapes: B rows, L positions. A document is `<|user|> prompt <|assistant|> answer
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +52,13 @@ class DiffusionBatch:
 class NoiseConfig:
     """How diffusion rows are noised.
 
-    `blockwise`: share of rows with the decoding pattern (clean prefix, one noised block of
-    `block_length`, masked suffix). `suffix_weight`: loss weight of that suffix. `padding_weight`:
+    `blockwise`: share of rows with the decoding pattern (clean prefix, one noised block of one of
+    `block_lengths`, masked suffix). `suffix_weight`: loss weight of that suffix. `padding_weight`:
     loss weight of every eos after the first. `prompt_share`: share of fully random rows whose
     prompt is noised too, with loss weight `prompt_weight`.
     """
 
-    block_length: int = 16
+    block_lengths: tuple[int, ...] = (16,)
     blockwise: float = 0.5
     suffix_weight: float = 0.02
     padding_weight: float = 0.05
@@ -66,11 +66,17 @@ class NoiseConfig:
     prompt_weight: float = 0.2
 
 
-class Corpus:
-    """Tokenised training documents of a weighted mixture of families.
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Mixture and noise of the diffusion stage from step `start` on."""
 
-    `later` changes the mixture during training: from its step on, its weights hold.
-    """
+    start: int
+    weights: Mapping[str, float]
+    noise: NoiseConfig
+
+
+class Corpus:
+    """Tokenised training documents of a weighted mixture of families."""
 
     def __init__(
         self,
@@ -78,10 +84,8 @@ class Corpus:
         weights: Mapping[str, float],
         *,
         seed: int,
-        later: tuple[int, Mapping[str, float]] | None = None,
     ) -> None:
         self.tokenizer, self.weights, self.seed = tokenizer, dict(weights), seed
-        self.later = later
         self.eos_id = _id_of(tokenizer, EOS)
         self.mask_id, self._user, self._assistant = (
             _id_of(tokenizer, special) for special in (MASK, USER, ASSISTANT)
@@ -89,9 +93,7 @@ class Corpus:
 
     def documents(self, step: int) -> Iterator[Document]:
         """The documents of one training step, without end."""
-        start, weights = self.later or (0, self.weights)
-        weights = weights if step >= start else self.weights
-        return map(self.encode, train_stream(weights, seed=f"{self.seed}/{step}"))
+        return map(self.encode, train_stream(self.weights, seed=f"{self.seed}/{step}"))
 
     def encode(self, item: Item) -> Document:
         """Token ids of an item, with markers and eos."""
@@ -138,6 +140,11 @@ def causal_batch(
     return CausalBatch(
         ids, positions, same & torch.ones(length, length, dtype=torch.bool).tril(), weights
     )
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+    """The last of `phases` (in order of `start`, the first at 0) that has started by `step`."""
+    return [phase for phase in phases if phase.start <= step][-1]
 
 
 def diffusion_batch(
@@ -189,12 +196,14 @@ def _complementary_masks(
     the two.
     """
     prompt = len(document.prompt)
-    blocks = -(-len(document.answer) // noise.block_length)
     if rng.random() < noise.blockwise:
+        several = len(noise.block_lengths) > 1
+        block_length = rng.choice(noise.block_lengths) if several else noise.block_lengths[0]
+        blocks = -(-len(document.answer) // block_length)
         # Mostly blocks that hold answer tokens; now and then the all-eos block after them.
-        start = prompt + noise.block_length * rng.randrange(blocks + (rng.random() < 0.15))
+        start = prompt + block_length * rng.randrange(blocks + (rng.random() < 0.15))
         start = min(start, length - 1)
-        maskable = list(range(start, min(start + noise.block_length, length)))
+        maskable = list(range(start, min(start + block_length, length)))
         suffix = range(maskable[-1] + 1, length)
     else:
         maskable = list(range(1 if rng.random() < noise.prompt_share else prompt, length))
