@@ -110,7 +110,9 @@ class Decoder:
         given = dict(options or {})
         if temperature is not None:
             given["draw.temperature"] = temperature
-        self.parts = build_parts(sampler, cache, schedule, given, draw)
+        parts = build_parts(sampler, cache, schedule, given, draw)
+        bound = parts.schedule.bound(self.tokenizer, self.model.info.vocab_size)
+        self.parts = replace(parts, schedule=bound)
         self.engine = Engine(
             self.model,
             self.parts.sampler,

@@ -108,6 +108,7 @@ def _canvas(
                 r.commits,
                 r.window.index,
                 r.blocks,
+                r.span.block_length,
                 r.window.start,
                 r.window.stop,
                 int(r.masked.sum()),
@@ -123,7 +124,8 @@ def _canvas(
     tokens, positions = torch.from_numpy(whole).to(device, non_blocking=True)
     masked, editable, eligible = torch.from_numpy(flags).to(device, non_blocking=True)
     sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(device, non_blocking=True)
-    step, turn, commits, block, blocks, start, stop, remaining, total, keys, horizon, ends = sent
+    step, turn, commits, block, blocks, block_length, start, stop, *others = sent
+    remaining, total, keys, horizon, ends = others
     return Canvas(
         tokens=tokens,
         positions=positions,
@@ -135,6 +137,7 @@ def _canvas(
         commits=commits,
         block=block,
         blocks=blocks,
+        block_length=block_length,
         start=start,
         stop=stop,
         remaining=remaining,

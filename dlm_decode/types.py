@@ -47,9 +47,9 @@ class Canvas:
     `eligible` the masked ones that may be committed this turn. The rest is `(B,)`: `step` counts
     turns since the window's block began, `turn` since the request began, `commits` the tokens
     committed so far (it never falls), `block` and `blocks` are the block's index and the row's
-    number of blocks, `[start, stop)` the block's window (with scope "canvas" the tensors reach
-    beyond it), `remaining` and `total` the masked and editable positions of the whole row, `keys`
-    the noise keys. `draw` is how tokens are drawn.
+    number of blocks, `block_length` the request's, `[start, stop)` the block's window (with scope
+    "canvas" the tensors reach beyond it), `remaining` and `total` the masked and editable positions
+    of the whole row, `keys` the noise keys. `draw` is how tokens are drawn.
     """
 
     tokens: Tensor
@@ -62,6 +62,7 @@ class Canvas:
     commits: Tensor
     block: Tensor
     blocks: Tensor
+    block_length: Tensor
     start: Tensor
     stop: Tensor
     remaining: Tensor

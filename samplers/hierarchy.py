@@ -45,9 +45,13 @@ class Hierarchy(Sampler):
         return commit_candidates(canvas, output, chosen, c), state
 
 
-def first_of_runs(rank: Tensor, eligible: Tensor) -> Tensor:
-    """The position of lowest `rank (B, W)` in each maximal run of eligible ones, `(B, W)` bool."""
-    starts = eligible & ~F.pad(eligible, (1, 0))[:, :-1]
+def first_of_runs(rank: Tensor, eligible: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The position of lowest `rank (B, W)` in each maximal run of eligible ones, `(B, W)` bool.
+
+    `starts (B, W)`, where given, are the first positions of narrower runs.
+    """
+    if starts is None:
+        starts = eligible & ~F.pad(eligible, (1, 0))[:, :-1]
     run = starts.cumsum(-1)
     width = rank.shape[-1]
     least = rank.new_full((rank.shape[0], width + 1), width)

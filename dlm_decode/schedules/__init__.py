@@ -7,7 +7,7 @@ forward's output and is tensor code. The engine keeps the window and asks for th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from dlm_decode.options import Options
 from dlm_decode.registry import Registry
 from dlm_decode.types import Canvas, Output
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Schedule(Options):
     """Base of all schedules. `paper` names the source."""
 
     paper: ClassVar[str] = ""
+
+    def bound(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Schedule:
+        """The schedule for a model, with texts among its options turned into ids."""
+        return self
 
     def first(self, span: Span) -> Window:
         """The window a row begins with."""

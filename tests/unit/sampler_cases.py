@@ -45,6 +45,7 @@ def make_canvas(
         commits=one * commits,
         block=one * 0,
         blocks=one if blocks is None else torch.tensor(blocks),
+        block_length=one * width,
         start=one * start,
         stop=one * (start + width),
         remaining=masked.sum(-1),
