@@ -20,18 +20,18 @@ from torch import Tensor
 from dlm_decode.api import Decoder
 from dlm_decode.caches import CACHES
 from dlm_decode.errors import CapabilityError
-from dlm_decode.models import Attend, DiffusionLM
-from dlm_decode.models.toy import Tabular, random_dream, random_llada
+from dlm_decode.models import Attend, DiffusionLM, toy
+from dlm_decode.models.toy import Tabular
 from dlm_decode.rows import Row, make_row
 from dlm_decode.samplers import SAMPLERS
 from dlm_decode.schedules import SCHEDULES, Window
-from dlm_decode.types import Generation, Request
+from dlm_decode.types import Generation, Request, Step
 
 OFFSET, CELLS, TOKENS = 4, 9, 5
 """Of the tabular task: where its canvas begins, its positions, and its tokens without the mask."""
 
-MOST_COMBINATIONS = 900
-"""Above this many, each combination of parts takes one model in turn instead of all of them."""
+MOST_COMBINATIONS = 700
+"""Of how many the greedy part of the suite is made at most, see `combinations`."""
 
 
 def tabular() -> Tabular:
@@ -45,11 +45,16 @@ def tabular() -> Tabular:
     return Tabular(joint, vocab_size=TOKENS + 1, offset=OFFSET, end_ids=(0,))
 
 
+def random_model(make: Callable[..., DiffusionLM]) -> Callable[[], DiffusionLM]:
+    """A tiny one of a family; in fp64, so that neither batches nor caches round differently."""
+    return lambda: make(2, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64)
+
+
 MODELS: dict[str, Callable[[], DiffusionLM]] = {
-    "llada": lambda: random_llada(2, hidden=16, heads=2, vocab=32, dtype=torch.float64),
-    "dream": lambda: random_dream(3, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64),
-    "tabular": tabular,
-}
+    name.removeprefix("random_"): random_model(make)
+    for name, make in sorted(vars(toy).items())
+    if name.startswith("random_") and callable(make)
+} | {"tabular": tabular}
 
 
 @cache
@@ -129,22 +134,47 @@ class Combination(NamedTuple):
 
 
 def combinations() -> list[Combination]:
-    """Every sampler x cache x schedule x model, greedy; every sampler x cache at temperature 1.
+    """Sampler x cache x schedule x model, greedy; sampler x cache at temperature 1.
 
-    While they are few all models take part; beyond `MOST_COMBINATIONS` the models alternate. The
-    sampled ones have few steps, where a sampler counts them, and so several tokens in a step.
+    All of them while they are few. Beyond `MOST_COMBINATIONS` the models alternate, and if that is
+    not enough each two parts still meet, the third one alternating. The sampled ones have few
+    steps, where a sampler counts them, and so several tokens in a step. Parts that refuse each
+    other by name are left out.
     """
-    parts = list(product(SAMPLERS.names(), CACHES.names(), SCHEDULES.names()))
-    models = list(MODELS)
-    if len(parts) * len(models) <= MOST_COMBINATIONS:
-        greedy = [Combination(*part, model) for part, model in product(parts, models)]
-    else:
-        greedy = [Combination(*part, models[i % 3]) for i, part in enumerate(parts)]
+    samplers, caches, schedules = SAMPLERS.names(), CACHES.names(), SCHEDULES.names()
+    parts = list(product(samplers, caches, schedules))
+    if len(parts) > MOST_COMBINATIONS:
+        met = [(a, b, schedules[i % len(schedules)]) for i, (a, b) in pairs(samplers, caches)]
+        met += [(a, caches[i % len(caches)], c) for i, (a, c) in pairs(samplers, schedules)]
+        met += [(samplers[i % len(samplers)], b, c) for i, (b, c) in pairs(caches, schedules)]
+        parts = sorted(set(met))
+    greedy = [Combination(*part, model) for part in parts for model in MODELS if fit(*part, model)]
+    if len(greedy) > MOST_COMBINATIONS:
+        greedy = [
+            Combination(*part, fitting[i % len(fitting)])
+            for i, part in enumerate(parts)
+            if (fitting := [model for model in MODELS if fit(*part, model)])
+        ]
     sampled = [
-        Combination(sampler, cache, "fixed", models[i % 3], 1.0, few_steps(sampler))
-        for i, (sampler, cache) in enumerate(product(SAMPLERS.names(), CACHES.names()))
+        Combination(sampler, cache, "fixed", fitting[i % len(fitting)], 1.0, few_steps(sampler))
+        for i, (sampler, cache) in pairs(samplers, caches)
+        if (fitting := [model for model in MODELS if fit(sampler, cache, "fixed", model)])
     ]
     return greedy + sampled
+
+
+def pairs(first: list[str], second: list[str]) -> list[tuple[int, tuple[str, str]]]:
+    return list(enumerate(product(first, second)))
+
+
+@cache
+def fit(sampler: str, cache_name: str, schedule: str, model: str) -> bool:
+    """Whether a decoder can be made of these; one that cannot says so when it is made."""
+    try:
+        Decoder(model_of(model), sampler, cache_name, schedule)
+    except CapabilityError:
+        return False
+    return True
 
 
 def few_steps(sampler: str) -> int | None:
@@ -190,13 +220,23 @@ class Counting:
 
 @dataclass(frozen=True)
 class Turn:
-    """A row before and after one turn, copied: `(N,)` arrays, and the window it was in."""
+    """A row before and after one turn, copied: `(N,)` arrays, the window it was in, its steps.
 
+    A turn is one forward; samplers that look ahead may take several steps in it.
+    """
+
+    steps: tuple[Step, ...]
     window: Window
     tokens: np.ndarray
     masked: np.ndarray
     tokens_after: np.ndarray
     masked_after: np.ndarray
+
+    @property
+    def touched(self) -> np.ndarray:
+        """Positions that its steps wrote, repeated if written twice."""
+        written = [p for step in self.steps for p in step.positions + step.remasked]
+        return np.array(written, dtype=int)
 
 
 @dataclass
@@ -249,7 +289,9 @@ def observe(decoder: Decoder, requests: Sequence[Request]) -> Run:
     for row, result in decoder.engine.run(rows):
         watched, (window, tokens, masked) = seen[id(row)], before[id(row)]
         before[id(row)] = _copied(row)
-        watched.turns.append(Turn(window, tokens, masked, row.tokens.copy(), row.masked.copy()))
+        steps = tuple(row.steps[sum(len(turn.steps) for turn in watched.turns) :])
+        after = row.tokens.copy(), row.masked.copy()
+        watched.turns.append(Turn(steps, window, tokens, masked, *after))
         watched.result = result
     return Run([seen[id(row)] for row in rows], calls)
 
