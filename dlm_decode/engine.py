@@ -33,7 +33,9 @@ from dlm_decode.schedules import Schedule
 from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
-OFFERED = frozenset({"p2", "entropy", "filtered", "logits", "hidden", "attention", "decided"})
+OFFERED = frozenset(
+    {"p2", "top2", "entropy", "filtered", "logits", "hidden", "attention", "decided"}
+)
 """Needs of a sampler that this engine can meet."""
 
 PAGE_LENGTH = 32
@@ -145,9 +147,12 @@ class Engine:
         self._apply(state, plans, scope, received)
 
     def _horizon(self, row: Row) -> int:
-        """Turns until the next refresh inside the block; as many as the row is long if none."""
+        """Turns that can be foreseen: until the next refresh, or until the row must finish."""
+        if not self.schedule.keeps_windows:
+            return 1
         turns = self.cache.horizon(row.view(self.model.info.shift))
-        return row.length if turns is None else turns
+        left = row.turn_limit - row.turn
+        return left if turns is None else min(turns, left)
 
     def _memory(self, state: _Flight, canvas: Canvas) -> Any:
         """Sampler state for this turn: kept rows first, fresh ones begun anew."""
@@ -266,6 +271,8 @@ class Engine:
             record = outcome.of_row(i)
             row.charge(plans[i], self.lanes * scope.counts[i])
             row.branches = max(int(outcome.branches[i]), 1)
+            if scope.adaptive:
+                row.speculate(scope.counts[i] - 1, record.steps)
             row.apply(scope.base[i], record)
             stop = int(outcome.stop[i])
             if stop >= 0 and stop != row.window.stop:
@@ -324,7 +331,8 @@ def _scored(
     row = flat // (width * branches)
     commits = canvas.commits[row]
     if query is not None and query.tokens is not None:
-        filled = (query.tokens != canvas.tokens[:, None]) & canvas.editable[:, None]
+        filled = (query.tokens != canvas.tokens[:, None]) & (query.tokens != canvas.mask_id)
+        filled = filled & canvas.editable[:, None]
         commits = commits + filled.sum(-1).reshape(-1)[flat // width]
     place = flat % width
     return Scored(
@@ -379,7 +387,7 @@ def _scope(
         for row, plan in zip(rows, plans, strict=True)
     )
     replaced = query.tokens is not None or query.embeds is not None
-    return Scope(base, width, counts, most, replaced)
+    return Scope(base, width, counts, most, replaced, query.adaptive)
 
 
 def _laid_out(stats: dict[str, Tensor], places: Tensor, rows: int, scope: Scope) -> Output:

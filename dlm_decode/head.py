@@ -67,13 +67,14 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class _Law:
-    """Running statistics `(n,)` of one distribution: best and second logit, sums, best id."""
+    """Running statistics `(n,)` of one distribution: best and second logit, sums, their ids."""
 
     best: Tensor
     id: Tensor
     second: Tensor | None
     total: Tensor
     moment: Tensor | None
+    second_id: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -202,13 +203,15 @@ def _tile_law(logits: Tensor, start: int, plan: HeadPlan) -> _Law:
     p = logits.softmax(-1)
     empty = best.isneginf()
     total = p.gather(1, column)[:, 0].reciprocal_().masked_fill_(empty, 1.0)
-    moment = second = None
+    moment = second = second_id = None
     if "entropy" in plan.needs:
         centred = (logits - best[:, None]).clamp_(min=_FLOOR)
         moment = (p * centred).sum(-1).mul_(total).masked_fill_(empty, 0.0)
-    if "p2" in plan.needs:
-        second = logits.scatter_(1, column, -torch.inf).amax(dim=-1)
-    return _Law(best, place + start, second, total, moment)
+    if plan.needs & {"p2", "top2"}:
+        others = logits.scatter_(1, column, -torch.inf)
+        second = others.amax(dim=-1)
+        second_id = first_argmax(others) + start if "top2" in plan.needs else None
+    return _Law(best, place + start, second, total, moment, second_id)
 
 
 def first_argmax(values: Tensor) -> Tensor:
@@ -245,7 +248,17 @@ def _merge(a: _Law | None, b: _Law) -> _Law:
         second,
         scale_a * a.total + scale_b * b.total,
         moment,
+        _second_id(a, b),
     )
+
+
+def _second_id(a: _Law, b: _Law) -> Tensor | None:
+    """Second-best id of two tiles together; `a` has the smaller ids and wins ties."""
+    if a.second is None or a.second_id is None or b.second is None or b.second_id is None:
+        return None
+    beside_b = torch.where(a.best >= b.second, a.id, b.second_id)
+    beside_a = torch.where(a.second >= b.best, a.second_id, b.id)
+    return torch.where(b.best > a.best, beside_b, beside_a)
 
 
 def _draw_tile(logits: Tensor, start: int, stop: int, scored: Scored, temperature: float) -> _Drawn:
@@ -281,6 +294,8 @@ def _named(
     """The statistics under the names of `Output`; without tempering q is p."""
     stats = {"top1": raw.id, "lse": raw.best + raw.total.log()}
     stats |= _law_stats(raw, "p", drawn, 1.0)
+    if raw.second_id is not None:
+        stats["top2"] = raw.second_id
     if drawn is not None:
         stats["sampled"] = drawn.id
     if "entropy" in plan.needs:
@@ -311,7 +326,7 @@ def _demoted(stats: dict[str, Tensor], where: Tensor, plan: HeadPlan) -> dict[st
         is_end |= (candidate == end) & where
     uncertain = float(torch.tensor(float(plan.vocab_size)).log())
     lost = {"entropy": uncertain, "q_entropy": uncertain}
-    keep = {"top1", "sampled", "logits", "lse", "probed"}
+    keep = {"top1", "top2", "sampled", "logits", "lse", "probed"}
     return {
         name: value if name in keep else value.masked_fill(is_end, lost.get(name, 0.0))
         for name, value in stats.items()

@@ -54,7 +54,7 @@ class Scope:
     """Where each row's window begins (`base`, B entries), how wide windows are, and branches.
 
     `counts` (B entries): how many of the `branches` each row uses. `replaced`: the sampler gives
-    its own window contents.
+    its own window contents. `adaptive`: the branches are drafts of the row's own future.
     """
 
     base: tuple[int, ...]
@@ -62,6 +62,7 @@ class Scope:
     counts: tuple[int, ...]
     branches: int = 1
     replaced: bool = False
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)

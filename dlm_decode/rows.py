@@ -66,6 +66,8 @@ class Row:
     branches: int = 1
     forwards: Counter[str] = field(default_factory=Counter)
     computed: int = 0
+    drafted: int | None = None
+    accepted: int | None = None
     steps: list[Step] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
 
@@ -89,6 +91,11 @@ class Row:
             shift,
             self.last,
         )
+
+    def speculate(self, drafted: int, steps: int) -> None:
+        """Account for a turn that forwarded `drafted` future states and advanced by `steps`."""
+        self.drafted = (self.drafted or 0) + drafted
+        self.accepted = (self.accepted or 0) + steps - 1
 
     def charge(self, plan: RowPlan, copies: int) -> None:
         """Account for one forward of `copies` (guidance lanes times branches) of the plan."""
@@ -131,7 +138,7 @@ class Row:
         self.step += steps
         if self.since_refresh >= 0:
             self.since_refresh += steps - 1
-        self.finishing = self.finishing or sum(self.forwards.values()) >= self.turn_limit
+        self.finishing = self.finishing or self.turn >= self.turn_limit
         if not self.masked.any():
             return
         window = schedule.advance(self.span, self.window, self.masked)
@@ -181,6 +188,8 @@ class Row:
             self.computed,
             tuple(self.steps),
             time.perf_counter() - self.started_s,
+            self.drafted,
+            self.accepted,
         )
         canvas = tuple(self.tokens.tolist())
         return Generation(self.request.id, tuple(ids.tolist()), None, count, reason, trace, canvas)

@@ -111,13 +111,13 @@ class Output:
     Each is `(B, W)`, or `(B, R, W)` when the sampler's query had R branches, and is meaningful
     where `valid`. Always there: `top1` (id), `p1` (its probability), `lse` (log-sum-exp of the
     logits), `valid`; `probed (B, W, J)` for a query with a probe. Declared in the sampler's
-    `needs`: "p2", "entropy" (nats), "filtered" (`q1`, `q2`, `q_entropy` of the tempered and
-    top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned ids at -inf, "hidden"
-    `(B, W, D)`, "attention" `(B, W, N)` (of the outputs that predict the window, over absolute
-    positions, averaged over heads and the sampler's `attention_layers`); "decided" asks for
-    statistics of decided positions too. At temperature > 0 also `sampled` (id), `p_sampled` and,
-    with "filtered", `q_sampled`. `q2` needs "p2" beside "filtered", `q_entropy` "entropy".
-    Asking for what was not declared raises `CapabilityError`.
+    `needs`: "p2", "top2" (the second-best id, with `p2`), "entropy" (nats), "filtered" (`q1`, `q2`,
+    `q_entropy` of the tempered and top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned
+    ids at -inf, "hidden" `(B, W, D)`, "attention" `(B, W, N)` (of the outputs that predict the
+    window, over absolute positions, averaged over heads and the sampler's `attention_layers`);
+    "decided" asks for statistics of decided positions too. At temperature > 0 also `sampled` (id),
+    `p_sampled` and, with "filtered", `q_sampled`. `q2` needs "p2" beside "filtered", `q_entropy`
+    "entropy". Asking for what was not declared raises `CapabilityError`.
     """
 
     stats: Mapping[str, Tensor]
@@ -202,13 +202,17 @@ class Trace:
     `forwards` by kind ("full": every position, nothing stored; "refresh": every position, K/V
     stored; "window": only what the cache policy asked for). `computed_positions` counts query
     positions over all forwards, guidance lanes and branches included. `elapsed_s` runs from
-    admission to completion, so it contains the time spent on rows beside it.
+    admission to completion, so it contains the time spent on rows beside it. `drafted` counts the
+    future states that were forwarded ahead of their turn, `accepted` those that were reached, each
+    of which saved a forward; None without speculation.
     """
 
     forwards_by_kind: Mapping[str, int]
     computed_positions: int
     steps: tuple[Step, ...]
     elapsed_s: float
+    drafted: int | None = None
+    accepted: int | None = None
 
     @property
     def forwards(self) -> int:

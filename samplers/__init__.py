@@ -55,6 +55,11 @@ class Sampler(Options):
         """
         return (0.0, 1.0)
 
+    @property
+    def asks(self) -> bool:
+        """Whether `query` may want something else than the canvas as it stands."""
+        return type(self).query is not Sampler.query
+
     def init(self, canvas: Canvas) -> Any:
         """State of fresh rows: tensors with leading B in nested tuples or dicts; `()` if none."""
         return ()
@@ -79,14 +84,15 @@ class Wrapper(Sampler):
     need, keeps the inner's state in its own, and lets the inner decide in between. `own_scope` is
     the wrapper's: where one of the two works on the canvas and the other on the block, both see
     what they would see alone. `alters` wrappers hand the inner other statistics than the model's;
-    `measures` ones rely on the model's own, so they go outside. `preserves_text` promises the
-    inner's ids before the first end id, if the inner revokes nothing.
+    `measures` ones rely on the model's own, so they go outside; `outermost` ones can't be wrapped.
+    `preserves_text` promises the inner's ids before the first end id, if the inner revokes nothing.
     """
 
     is_wrapper: ClassVar[bool] = True
     own_scope: ClassVar[str] = "block"
     alters: ClassVar[bool] = False
     measures: ClassVar[bool] = False
+    outermost: ClassVar[bool] = False
     preserves_text: ClassVar[bool] = False
 
     inner: Sampler = field(default_factory=lambda: SAMPLERS.create("threshold"))
@@ -97,12 +103,20 @@ class Wrapper(Sampler):
             raise OptionError(f"{type(self).__name__}.inner must be a sampler, got {self.inner!r}")
         object.__setattr__(self, "traits", type(self).traits | self.inner.traits)
         for layer in layers(self.inner):
-            if self.alters and isinstance(layer, Wrapper) and layer.measures:
-                mine, its = SAMPLERS.name_of(self), SAMPLERS.name_of(layer)
-                raise OptionError(
-                    f"{mine} cannot wrap {its}: it changes the logits whose margins {its} "
-                    f"measures; put {its} outside, as in {its}+{mine}"
-                )
+            if isinstance(layer, Wrapper):
+                self._check_nesting(layer)
+
+    def _check_nesting(self, layer: Wrapper) -> None:
+        mine, its = SAMPLERS.name_of(self), SAMPLERS.name_of(layer)
+        if layer.outermost:
+            reason = f"{its} decides several of its steps at once"
+        elif self.alters and layer.measures:
+            reason = f"it changes the logits whose margins {its} measures"
+        else:
+            return
+        raise OptionError(
+            f"{mine} cannot wrap {its}: {reason}; put {its} outside, as in {its}+{mine}"
+        )
 
     @property
     def own_needs(self) -> frozenset[str]:
@@ -116,6 +130,10 @@ class Wrapper(Sampler):
     @property
     def scope(self) -> str:
         return "canvas" if "canvas" in (self.own_scope, self.inner.scope) else "block"
+
+    @property
+    def asks(self) -> bool:
+        return self.inner.asks or type(self).query is not Wrapper.query
 
     @property
     def attention_layers(self) -> tuple[float, float]:

@@ -57,6 +57,10 @@ class Credit(Wrapper):
         return frozenset({"logits"}) if self._whole else frozenset()
 
     @property
+    def asks(self) -> bool:
+        return not self._whole or self.inner.asks
+
+    @property
     def _whole(self) -> bool:
         return self.dense or bool(self.inner.needs & WHOLE)
 

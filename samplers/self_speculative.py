@@ -8,10 +8,19 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from dlm_decode.errors import CapabilityError, OptionError
+from dlm_decode.drafts import (
+    BUNDLED_GRAPH,
+    DraftGraph,
+    chain_graph,
+    instantiate,
+    odds,
+    read_graph,
+    worthwhile,
+)
+from dlm_decode.errors import OptionError
 from dlm_decode.options import option
 from dlm_decode.outcome import blend, ended, next_canvas, settle
-from dlm_decode.samplers import SAMPLERS, Wrapper, in_window
+from dlm_decode.samplers import SAMPLERS, Sampler, Wrapper, in_window, layers
 from dlm_decode.tree import where_rows
 from dlm_decode.types import Canvas, Decision, Output, Query
 
@@ -23,6 +32,7 @@ class Walk(NamedTuple):
     state: Any
     branch: Tensor
     live: Tensor
+    written: Tensor
     steps: Tensor
     order: Tensor
     scores: Tensor
@@ -45,38 +55,72 @@ class SelfSpeculative(Wrapper):
     instead of FreeDave's subsets, so that inners that commit several tokens a step stay lossless.
 
     A chain ends with its block, before a refresh inside the block, and where the inner, or the end
-    of the text, ends the row.
+    of the text, ends the row. A step that writes a position again waits for the next turn, so that
+    the trace shows both. `drafter=graph` takes the drafts from a calibrated graph (Spiffy,
+    arXiv:2509.18085), see `DraftGraph`. `min_acceptance` and `row_cost` keep improbable drafts from
+    being forwarded, see `worthwhile`; neither changes what is decided.
     """
 
-    paper: ClassVar[str] = "FreeDave, arXiv:2510.00294; SSD, arXiv:2510.04147"
+    paper: ClassVar[str] = (
+        "FreeDave, arXiv:2510.00294; SSD, arXiv:2510.04147; Spiffy, arXiv:2509.18085"
+    )
     preserves_text: ClassVar[bool] = True
+    outermost: ClassVar[bool] = True
 
     max_states: int = option(4, "states K forwarded at once, the canvas itself included", low=1)
+    drafter: str = option(
+        "chain",
+        "which states to draft: those the inner would reach, or those of a graph (Spiffy)",
+        choices=("chain", "graph"),
+    )
+    graph: str | None = option(
+        None, "file of a draft graph (none: the bundled model's, or the most confident tokens)"
+    )
+    min_acceptance: float = option(
+        0.0, "forward no draft less probable than this; 0 forwards all", low=0.0, high=1.0
+    )
+    row_cost: float = option(
+        0.0, "what one more state costs, relative to a forward of one; 0 drafts all", low=0.0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name = SAMPLERS.name_of(self.inner)
         if "attention" in self.needs:
             raise OptionError(
-                f"self_speculative cannot wrap {SAMPLERS.name_of(self.inner)}: it reads attention, "
-                "which branches do not give"
+                f"self_speculative cannot wrap {name}: it reads attention, which branches do not "
+                "give"
             )
+        if self.inner.asks:
+            hint = _asking(self.inner)
+            raise OptionError(
+                f"self_speculative cannot wrap {name}: it asks for forwards of its own{hint}"
+            )
+        if self.graph is not None and self.drafter != "graph":
+            raise OptionError(f"graph={self.graph!r} needs drafter=graph, got {self.drafter!r}")
 
     @property
     def own_needs(self) -> frozenset[str]:
-        revokes = "revokes" in self.inner.traits
-        return frozenset({"decided"}) if revokes else frozenset()
+        revoking = {"decided"} if self._revokes else set()
+        second = {"top2"} if self.drafter == "graph" and self._nodes.second else set()
+        return frozenset(revoking | second)
+
+    @property
+    def _revokes(self) -> bool:
+        return "revokes" in self.inner.traits
+
+    @property
+    def _nodes(self) -> DraftGraph:
+        count = self.max_states - 1
+        if self.graph is None and not BUNDLED_GRAPH.is_file():
+            return chain_graph(max(count, 1))
+        return read_graph(self.graph or str(BUNDLED_GRAPH)).first(count)
 
     def begin(self, canvas: Canvas) -> Any:
         rows, width = canvas.tokens.shape
         return canvas.tokens[:, None].expand(rows, self.max_states, width).clone()
 
     def query(self, canvas: Canvas, state: Any) -> Query:
-        if super().query(canvas, state) is not None:
-            name = SAMPLERS.name_of(self.inner)
-            hint = "; set dense=true" if name == "credit" else ""
-            raise CapabilityError(
-                f"self_speculative cannot wrap {name}, which has a query of its own{hint}"
-            )
         drafts = self.own_state(canvas, state)
         return Query(torch.cat([canvas.tokens[:, None], drafts[:, 1:]], dim=1), adaptive=True)
 
@@ -86,29 +130,29 @@ class SelfSpeculative(Wrapper):
         branched = output if output.valid.ndim == 3 else _unsqueezed(output)
         walk = _start(canvas, state)
         for _ in range(self.max_states):
-            walk = self._step(walk, branched, drafts)
+            walk = self._step(walk, canvas, branched, drafts)
         following, branches = self._drafts(walk, _at(branched, walk.branch))
         decision = _decision(canvas, walk, branches)
         return decision, {"own": following, "inner": walk.state["inner"]}
 
-    def _step(self, walk: Walk, output: Output, drafts: Tensor) -> Walk:
+    def _step(self, walk: Walk, begun: Canvas, output: Output, drafts: Tensor) -> Walk:
         """Take the inner's step from each live row's state, and see whether it was drafted."""
-        seen = _at(output, walk.branch)
-        here, live = walk.canvas, walk.live
+        seen, here = _at(output, walk.branch), walk.canvas
         decision, inner = self.inner_decide(here, seen, walk.state)
         settled = settle(here, seen, decision)
-        there = next_canvas(here, seen, settled)
-        written = live[:, None] & (settled.codes > 0)
+        there, written = next_canvas(here, seen, settled), settled.codes > 0
+        live = walk.live & ~(written & walk.written).any(-1)
+        written = written & live[:, None]
         scores = seen.p1 if decision.scores is None else decision.scores
         done = walk.done | (live & _flag(decision.done, live))
-        stop = done | ended(there, revokes="revokes" in self.inner.traits)
-        stop = stop | (there.horizon < 1) | ~(there.masked & in_window(there)).any(-1)
-        found, place = _matching(there, drafts, output, here)
+        found, place = _matching(there, begun, output, drafts)
+        goes_on = live & found & ~done & ~self._stops(there)
         return Walk(
             canvas=blend(live, there, here),
             state=walk.state | {"inner": where_rows(live, inner, walk.state["inner"])},
-            branch=torch.where(live & found & ~stop, place, walk.branch),
-            live=live & found & ~stop,
+            branch=torch.where(goes_on, place, walk.branch),
+            live=goes_on,
+            written=walk.written | written,
             steps=walk.steps + live,
             order=torch.where(written, walk.steps[:, None], walk.order),
             scores=torch.where(written, scores.to(walk.scores.dtype), walk.scores),
@@ -116,20 +160,52 @@ class SelfSpeculative(Wrapper):
             done=done,
         )
 
+    def _stops(self, there: Canvas) -> Tensor:
+        """Where the turn must end, `(B,)`: with the text, the block, or the plan of its forward."""
+        ends = ended(there, revokes=self._revokes) | (there.horizon < 1)
+        return ends | ~(there.masked & in_window(there)).any(-1)
+
     def _drafts(self, walk: Walk, seen: Output) -> tuple[Tensor, Tensor]:
-        """Drafts `(B, K, W)` of the next turn, and how many are worth a forward, `(B,)`."""
+        """Drafts `(B, K, W)` of the next turn, and how many states to forward then, `(B,)`."""
+        canvas, one = walk.canvas, torch.ones_like(walk.steps)
+        if self.max_states == 1:
+            return canvas.tokens[:, None], one
+        if self.drafter == "graph":
+            drafts, useful = instantiate(self._nodes, canvas, seen)
+        else:
+            drafts, useful = self._chain(walk, seen)
+        foreseen = (canvas.masked & in_window(canvas)).any(-1) & (canvas.horizon > 1) & ~walk.done
+        likely = odds(canvas, seen, drafts)
+        likely = likely.masked_fill(~(useful & foreseen[:, None]), -1.0)
+        likely, order = torch.sort(likely, dim=-1, descending=True, stable=True)
+        drafts = drafts.gather(1, order[..., None].expand_as(drafts))
+        count = worthwhile(likely, least=self.min_acceptance, row_cost=self.row_cost)
+        missing = self.max_states - 1 - drafts.shape[1]
+        spare = canvas.tokens[:, None].expand(-1, 1 + missing, -1)
+        return torch.cat([spare[:, :1], drafts, spare[:, 1:]], dim=1), one + count
+
+    def _chain(self, walk: Walk, seen: Output) -> tuple[Tensor, Tensor]:
+        """The states `(B, K - 1, W)` that the inner would reach if predictions stayed as they are.
+
+        And which of them are worth a forward: not those that end the block or the plan.
+        """
         canvas, state = walk.canvas, walk.state
-        drafts, useful = [canvas.tokens], (canvas.masked & in_window(canvas)).any(-1)
-        count = torch.ones_like(walk.steps)
+        drafts, useful, is_open = [], [], torch.ones_like(walk.live)
         for _ in range(self.max_states - 1):
             decision, inner = self.inner_decide(canvas, seen, state)
-            canvas = next_canvas(canvas, seen, settle(canvas, seen, decision))
-            state = state | {"inner": inner}
+            there = next_canvas(canvas, seen, settle(canvas, seen, decision))
+            moved = (there.tokens != canvas.tokens).any(-1)
+            is_open = is_open & moved & ~self._stops(there) & ~_flag(decision.done, is_open)
+            canvas, state = there, state | {"inner": inner}
             drafts.append(canvas.tokens)
-            open_ = (canvas.masked & in_window(canvas)).any(-1) & (canvas.horizon >= 1)
-            useful = useful & open_ & ~_flag(decision.done, open_)
-            count = count + useful
-        return torch.stack(drafts, dim=1), count
+            useful.append(is_open)
+        return torch.stack(drafts, dim=1), torch.stack(useful, dim=1)
+
+
+def _asking(inner: Sampler) -> str:
+    """What to change where the inner has queries of its own; empty where nothing helps."""
+    names = [SAMPLERS.name_of(layer) for layer in layers(inner)]
+    return ", unless credit is given dense=true" if "credit" in names else ""
 
 
 def _start(canvas: Canvas, state: Any) -> Walk:
@@ -139,6 +215,7 @@ def _start(canvas: Canvas, state: Any) -> Walk:
         state=state,
         branch=zeros,
         live=torch.ones_like(zeros, dtype=torch.bool),
+        written=torch.zeros_like(canvas.masked),
         steps=zeros,
         order=torch.zeros_like(canvas.tokens),
         scores=torch.zeros_like(canvas.tokens, dtype=torch.float64),
@@ -147,17 +224,16 @@ def _start(canvas: Canvas, state: Any) -> Walk:
     )
 
 
-def _matching(there: Canvas, drafts: Tensor, output: Output, here: Canvas) -> tuple[Tensor, Tensor]:
+def _matching(
+    there: Canvas, begun: Canvas, output: Output, drafts: Tensor
+) -> tuple[Tensor, Tensor]:
     """Whether a forwarded draft is the state `there`, and which, each `(B,)`.
 
     Whole states: every position of the window, and as many commits as the branch's noise assumed.
     """
-    same = (drafts == there.tokens[:, None]).all(-1)
-    forwarded = output.valid.any(-1)
-    changed = (drafts != drafts[:, :1]).sum(-1)
-    begun = drafts[:, 0]
-    commits = there.commits - here.commits + (here.tokens != begun).sum(-1)
-    same = same & forwarded & (changed == commits[:, None])
+    same = (drafts == there.tokens[:, None]).all(-1) & output.valid.any(-1)
+    filled = (drafts != begun.tokens[:, None]) & (drafts != begun.mask_id)
+    same = same & (filled.sum(-1) == (there.commits - begun.commits)[:, None])
     return same.any(-1), same.to(torch.int8).argmax(-1)
 
 

@@ -70,8 +70,12 @@ class CachePolicy(Options):
         raise NotImplementedError
 
     def horizon(self, row: RowView) -> int | None:
-        """Turns from this one on until the next refresh inside the block; None if there is none."""
-        return None
+        """Turns from this one on in which plans hold, whatever is decided in them; None: no end.
+
+        So many of a sampler's steps can be evaluated in one forward. It ends at a refresh inside
+        the block, and is 1 for policies that go by what was decided, which is the default.
+        """
+        return 1
 
 
 CACHES: Registry[CachePolicy] = Registry("cache", "dlm_decode.caches", "dlm_decode.caches")

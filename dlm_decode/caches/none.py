@@ -18,3 +18,6 @@ class NoCache(CachePolicy):
 
     def plan(self, row: RowView) -> RowPlan:
         return RowPlan(span_query(0, row.length), "full")
+
+    def horizon(self, row: RowView) -> int | None:
+        return None

@@ -40,11 +40,12 @@ class Prefix(CachePolicy):
         return RowPlan(self.query(row, lead), "window")
 
     def horizon(self, row: RowView) -> int | None:
+        due = self._is_due(row)
+        if not due and self.compat and row.shift and row.masked[row.window.start]:
+            return 1  # the query changes with the first token, which the position before it sees
         if self.refresh_every is None:
             return None
-        return (
-            self.refresh_every if self._is_due(row) else self.refresh_every - row.since_refresh - 1
-        )
+        return self.refresh_every if due else self.refresh_every - row.since_refresh - 1
 
     def query(self, row: RowView, lead: int) -> np.ndarray:
         """Positions computed between refreshes; `lead` more are wanted before the window."""

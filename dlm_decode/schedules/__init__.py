@@ -43,9 +43,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Schedule(Options):
-    """Base of all schedules. `paper` names the source."""
+    """Base of all schedules. `paper` names the source.
+
+    `keeps_windows` promises that a window changes only once it has no mask, so that the steps of a
+    sampler inside it can be foreseen.
+    """
 
     paper: ClassVar[str] = ""
+    keeps_windows: ClassVar[bool] = False
 
     def bound(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Schedule:
         """The schedule for a model, with texts among its options turned into ids."""

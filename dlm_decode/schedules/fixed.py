@@ -19,6 +19,7 @@ class Fixed(Schedule):
     """
 
     paper: ClassVar[str] = "Large Language Diffusion Models, arXiv:2502.09992"
+    keeps_windows: ClassVar[bool] = True
 
     def origin(self, span: Span) -> int:
         """Where blocks are counted from."""

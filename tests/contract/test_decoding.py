@@ -119,6 +119,8 @@ def test_the_accounts_add_up(case: Combination) -> None:
         assert trace.forwards == len(seen.turns) == len(run.calls)
         assert all(turn.steps for turn in seen.turns)
         assert sum(len(turn.steps) for turn in seen.turns) == len(trace.steps)
+        assert trace.forwards == len(trace.steps) - (trace.accepted or 0)
+        assert (trace.drafted or 0) >= (trace.accepted or 0) >= 0
         assert trace.computed_positions == sum(run.calls)
         decided = {p for step in trace.steps for p in step.positions}
         left = [p for p in np.flatnonzero(seen.row.editable) if p not in decided]
