@@ -14,7 +14,7 @@ from dlm_decode.caches import CACHES, CachePolicy
 from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
-from dlm_decode.models import DiffusionLM
+from dlm_decode.models import DiffusionLM, ModelInfo
 from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
 from dlm_decode.options import Options, unknown_option_message
 from dlm_decode.registry import Registry
@@ -89,7 +89,7 @@ class Decoder:
         model: LoadedModel | DiffusionLM,
         sampler: str | Sampler = "threshold",
         cache: str | CachePolicy = "none",
-        schedule: str | Schedule = "fixed",
+        schedule: str | Schedule | None = None,
         *,
         options: Mapping[str, Any] | None = None,
         draw: Draw | None = None,
@@ -100,7 +100,10 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         debug: bool = False,
     ) -> None:
-        """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit."""
+        """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit.
+
+        `schedule` None takes the blocks that the model was trained with, see `default_schedule`.
+        """
         if isinstance(model, LoadedModel):
             self.model: DiffusionLM = model.model
             self.tokenizer = tokenizer or model.tokenizer
@@ -110,6 +113,7 @@ class Decoder:
         given = dict(options or {})
         if temperature is not None:
             given["draw.temperature"] = temperature
+        schedule = schedule or default_schedule(self.model.info)
         parts = build_parts(sampler, cache, schedule, given, draw)
         bound = parts.schedule.bound(self.tokenizer, self.model.info.vocab_size)
         self.parts = replace(parts, schedule=bound)
@@ -238,6 +242,11 @@ class Decoder:
         if self.tokenizer is None:
             raise CapabilityError(f"{what} needs a tokenizer, and this model has none: give ids")
         return self.tokenizer
+
+
+def default_schedule(info: ModelInfo) -> str:
+    """Blocks counted from position 0 for models trained with those, else from the first hole."""
+    return "absolute_aligned" if info.block_origin == "absolute" else "fixed"
 
 
 def build_parts(

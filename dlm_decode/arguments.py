@@ -21,7 +21,9 @@ def add_method(parser: argparse.ArgumentParser) -> None:
         "--sampler", metavar="NAME", default="threshold", help="default: %(default)s"
     )
     group.add_argument("--cache", metavar="NAME", default="none", help="default: %(default)s")
-    group.add_argument("--schedule", metavar="NAME", default="fixed", help="default: %(default)s")
+    group.add_argument(
+        "--schedule", metavar="NAME", help="default: the model's: absolute_aligned or fixed"
+    )
     group.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -112,7 +114,7 @@ def parse_parts(args: argparse.Namespace) -> Parts:
     """Sampler, cache, schedule and drawing, so that mistakes show before a model is loaded."""
     from dlm_decode.api import build_parts
 
-    return build_parts(args.sampler, args.cache, args.schedule, _options(args))
+    return build_parts(args.sampler, args.cache, args.schedule or "fixed", _options(args))
 
 
 def _options(args: argparse.Namespace) -> dict[str, str]:
@@ -139,7 +141,7 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
         load(args.model, dtype=args.dtype, device=args.device),
         sampler=parts.sampler,
         cache=parts.cache,
-        schedule=parts.schedule,
+        schedule=parts.schedule if args.schedule else None,
         draw=parts.draw,
         cfg_scale=args.cfg_scale,
         seed=args.seed,

@@ -2,7 +2,8 @@
 
 Rows of all kinds lie side by side in one token axis T; a group is a run of rows that share query
 and key lengths, so that each is one call of scaled dot-product attention without a mask. A row can
-never see another row's keys, because no tensor holds both.
+never see another row's keys, because no tensor holds both. Only block-causal rows whose queries
+lie in several blocks need a mask.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ class Group:
 
     `own`: the rows see their own new K/V. `context` `(rows, C)` pool indices, or `(base, stride)`
     of consecutive ones, are the stored keys seen (`length` C of them), none when `length` is 0.
+    `mask (rows, 1, query, keys)` bool, where given, tells which of the keys each query sees.
     """
 
     start: int
@@ -33,6 +35,7 @@ class Group:
     context: Tensor | None = None
     base: int | None = None
     stride: int = 0
+    mask: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -118,12 +121,14 @@ class PackedAttention:
             values = own_v if values is None else torch.cat([values, own_v], dim=2)
         assert keys is not None and values is not None
         if part is not None:
-            self._record(part, q, keys)
+            self._record(group, part, q, keys)
         grouped = queries.shape[1] != keys.shape[1]
-        out = scaled_dot_product_attention(queries, keys, values, enable_gqa=grouped)
+        out = scaled_dot_product_attention(
+            queries, keys, values, attn_mask=group.mask, enable_gqa=grouped
+        )
         return rearrange(out, "b h q k -> (b q) h k")
 
-    def _record(self, part: Watched, q: Tensor, keys: Tensor) -> None:
+    def _record(self, group: Group, part: Watched, q: Tensor, keys: Tensor) -> None:
         """Add the watched tokens' attention over `keys (rows, G, N, K)`, beside the fused kernel.
 
         Scores are `(rows, H, w, N)`: of the watched queries alone, never of all N. A query head is
@@ -137,6 +142,10 @@ class PackedAttention:
         queries = rearrange(q[part.queries], "b w (g s) k -> b g (s w) k", g=keys.shape[1])
         scores = queries.to(exact) @ keys.to(exact).transpose(-1, -2) * q.shape[-1] ** -0.5
         width = part.queries.shape[1]
+        if group.mask is not None:
+            hidden = ~_watched_lines(group.mask, part.queries - group.start)
+            hidden = hidden.repeat(1, 1, scores.shape[2] // width, 1)
+            scores = scores.masked_fill(hidden, -torch.inf)
         mean = reduce(scores.softmax(-1), "b g (s w) n -> (b w) n", "mean", w=width)
         into = self.watched[:, : mean.shape[-1]]
         into.index_add_(0, part.target, mean[part.source], alpha=1 / len(self._watch.layers))
@@ -158,6 +167,12 @@ class PackedAttention:
             views = (pool.index_select(0, flat).unflatten(0, group.context.shape) for pool in pools)
         keys, values = (rearrange(view, "b n g k -> b g n k") for view in views)
         return keys, values
+
+
+def _watched_lines(mask: Tensor, places: Tensor) -> Tensor:
+    """Lines `(rows, 1, w, N)` of `mask (rows, 1, query, N)` at a group's `places (rows, w)`."""
+    rows = torch.arange(mask.shape[0], device=mask.device)[:, None]
+    return mask[rows, 0, places % mask.shape[2]][:, None]
 
 
 def _rows_first(x: Tensor, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.attention import PackedAttention, Watch
-from dlm_decode.caches import CachePolicy, RowPlan
+from dlm_decode.caches import CachePolicy, RowPlan, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
@@ -65,10 +65,7 @@ class Engine:
                 f"the sampler needs {', '.join(sorted(unmet))}, which this engine does not offer "
                 f"(offered: {', '.join(sorted(OFFERED))})"
             )
-        if self.model.info.regime != "full":
-            raise CapabilityError(
-                f"{self.model.info.family} attends block-causally, which this engine cannot do yet"
-            )
+        check_fit(self.cache, self.model.info)
 
     @property
     def lanes(self) -> int:
@@ -477,6 +474,6 @@ def _check_plans(
         if plan.kind == "window":
             assert stored, "a window forward needs stored K/V"
             for slot in row.slots:
-                seen = np.ones(row.length, bool)
+                seen = np.arange(row.length) < (row.length if plan.stop is None else plan.stop)
                 seen[query] = False
                 assert (slot.turns[seen] >= 0).all(), "a visible position was never stored"

@@ -33,6 +33,7 @@ class Entry:
     editable: np.ndarray
     slot: Slot | None
     branches: int
+    blocks: np.ndarray | None = None
 
     @property
     def stores(self) -> bool:
@@ -41,12 +42,32 @@ class Entry:
     @property
     def shape(self) -> tuple[str, int, int]:
         """Entries of equal shape are attended in one call: kind, queries, stored keys."""
-        query, length = len(self.plan.query), len(self.tokens)
+        query, length = len(self.plan.query), self.reach
         if self.plan.kind != "window":
             return "own", query, 0
         return (
             ("window", query, length) if self.branches == 1 else ("branch", query, length - query)
         )
+
+    @property
+    def reach(self) -> int:
+        """First position after all those seen."""
+        return len(self.tokens) if self.plan.stop is None else self.plan.stop
+
+    def outside(self) -> np.ndarray:
+        """Stored positions seen that the entry does not compute itself."""
+        return np.delete(np.arange(self.reach, dtype=np.int64), self.plan.query)
+
+    def mask(self) -> np.ndarray | None:
+        """Which of its keys each query sees, `(query, keys)`; None if all of them."""
+        if self.blocks is None:
+            return None
+        kind, query = self.shape[0], self.plan.query
+        keys = {"own": lambda: query, "window": lambda: np.arange(self.reach)}.get(
+            kind, lambda: np.concatenate([self.outside(), query])
+        )()
+        seen: np.ndarray = self.blocks[keys][None, :] <= self.blocks[query][:, None]
+        return None if seen.all() else seen
 
 
 @dataclass(frozen=True)
@@ -169,7 +190,17 @@ def _entries(
             tokens = row.tokens if lane == 0 else np.where(row.editable, row.tokens, mask_id)
             slot = row.slots[lane] if row.slots else None
             for branch in range(counts[index]):
-                yield Entry(index, lane, branch, plan, tokens, row.editable, slot, counts[index])
+                yield Entry(
+                    index,
+                    lane,
+                    branch,
+                    plan,
+                    tokens,
+                    row.editable,
+                    slot,
+                    counts[index],
+                    row.block_ids,
+                )
 
 
 def _groups(
@@ -180,13 +211,24 @@ def _groups(
         run = list(members)
         start = int(starts[first])
         first += len(run)
+        mask = _mask(run, send)
         if kind == "own":
-            yield Group(start, len(run), query, own=True)
+            yield Group(start, len(run), query, own=True, mask=mask)
         elif kind == "branch":
-            places = np.stack([_outside(e) for e in run])
-            yield Group(start, len(run), query, own=True, length=keys, context=send(places))
+            places = np.stack([e.slot.places[e.outside()] for e in run if e.slot is not None])
+            yield Group(start, len(run), query, True, keys, context=send(places), mask=mask)
         else:
-            yield from _window_groups(run, start, query, keys, send)
+            yield from _window_groups(run, start, query, keys, mask, send)
+
+
+def _mask(run: Sequence[Entry], send: Callable[[np.ndarray], Tensor]) -> Tensor | None:
+    """The masks of a group `(rows, 1, query, keys)`; None where every query sees every key."""
+    masks = [e.mask() for e in run]
+    found = next((mask for mask in masks if mask is not None), None)
+    if found is None:
+        return None
+    everything = np.ones_like(found)
+    return send(np.stack([everything if mask is None else mask for mask in masks])[:, None])
 
 
 def _window_groups(
@@ -194,28 +236,24 @@ def _window_groups(
     start: int,
     query: int,
     keys: int,
+    mask: Tensor | None,
     send: Callable[[np.ndarray], Tensor],
 ) -> Iterator[Group]:
     """One group if the slots lie at regular distances, single rows if each is consecutive."""
     slots = [e.slot for e in run if e.slot is not None]
     bases = [s.base for s in slots if s.base is not None]
     if len(bases) < len(run):
-        places = np.stack([s.places for s in slots])
-        yield Group(start, len(run), query, own=False, length=keys, context=send(places))
+        places = np.stack([s.places[:keys] for s in slots])
+        yield Group(start, len(run), query, False, keys, context=send(places), mask=mask)
         return
     distances = set(np.diff(bases).tolist())
     if len(distances) <= 1 and min(distances, default=0) >= 0:
         stride = distances.pop() if distances else 0
-        yield Group(start, len(run), query, False, keys, base=bases[0], stride=stride)
+        yield Group(start, len(run), query, False, keys, base=bases[0], stride=stride, mask=mask)
         return
     for i, base in enumerate(bases):
-        yield Group(start + i * query, 1, query, False, keys, base=base)
-
-
-def _outside(entry: Entry) -> np.ndarray:
-    """Pool indices of the stored positions that the entry does not compute itself."""
-    assert entry.slot is not None
-    return np.delete(entry.slot.places, entry.plan.query)
+        own = None if mask is None else mask[i : i + 1]
+        yield Group(start + i * query, 1, query, False, keys, base=base, mask=own)
 
 
 def _writes(entries: Sequence[Entry], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

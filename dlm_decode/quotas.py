@@ -86,8 +86,12 @@ class QuotaSampler(Sampler):
         None, "steps of the whole request, shared by its blocks (none: one token a step)", low=1
     )
 
+    whole_blocks: bool = option(
+        False, "share a block's length over its steps, not its masks, which may end it early (SDAR)"
+    )
+
     def init(self, canvas: Canvas) -> Any:
-        return {"masks": window_masks(canvas)}
+        return {"masks": canvas.stop - canvas.start if self.whole_blocks else window_masks(canvas)}
 
     def quota(self, canvas: Canvas, state: Any) -> Tensor:
         """Tokens `(B,)` of this turn, at least 1: a step that decides nothing wastes a forward."""

@@ -64,6 +64,7 @@ class Row:
     place: int = -1
     finishing: bool = False
     branches: int = 1
+    block_ids: np.ndarray | None = None
     forwards: Counter[str] = field(default_factory=Counter)
     computed: int = 0
     drafted: int | None = None
@@ -90,6 +91,8 @@ class Row:
             self.since_refresh,
             shift,
             self.last,
+            self.block_ids,
+            self.slots[0].tokens != self.tokens if self.slots else None,
         )
 
     def speculate(self, drafted: int, steps: int) -> None:
@@ -218,7 +221,16 @@ def make_row(request: Request, info: ModelInfo, schedule: Schedule, seed: int) -
         window=window,
         blocks=schedule.blocks(span),
         key=request_key(own_seed, tokens.tolist(), request.sample),
+        block_ids=_attention_blocks(info, span, len(tokens)),
     )
+
+
+def _attention_blocks(info: ModelInfo, span: Span, length: int) -> np.ndarray | None:
+    """Block of every position `(N,)`, ascending, for a block-causal model; None for others."""
+    if info.regime != "block_causal":
+        return None
+    origin = 0 if info.block_origin == "absolute" else span.start
+    return (np.arange(length, dtype=np.int64) - origin) // span.block_length
 
 
 def _extent(request: Request, editable: np.ndarray) -> tuple[int, int]:

@@ -14,6 +14,9 @@ from torch import Tensor, device, dtype
 
 from dlm_decode.registry import Registry
 
+Regime = Literal["full", "block_causal"]
+"""Who sees whom: everyone in the row, or position i sees j iff block(j) <= block(i)."""
+
 if not __name__.startswith("dlm_decode."):
     raise ImportError("import dlm_decode.models, not models")
 
@@ -35,7 +38,8 @@ class ModelInfo:
     """What the engine has to know of a checkpoint; every id comes from the checkpoint's own files.
 
     `shift` is 1 when the output at position i predicts token i + 1 (Dream), else 0. `end_ids` are
-    the ids that end a text (EOS first, then end-of-turn). `regime` says what a position attends to.
+    the ids that end a text (EOS first, then end-of-turn). `regime` says what a position attends to;
+    a block-causal model's blocks are those of the request's block length (this one's by default).
     `block_length` and `block_origin` are the family's trained block size (None: any) and where
     blocks are counted from. `vocab_size` counts the rows of the LM head.
     """
@@ -52,7 +56,7 @@ class ModelInfo:
     end_ids: tuple[int, ...]
     pad_id: int | None = None
     shift: int = 0
-    regime: Literal["full", "block_causal"] = "full"
+    regime: Regime = "full"
     block_length: int | None = None
     block_origin: Literal["prompt", "absolute"] = "prompt"
 

@@ -24,7 +24,8 @@ class BackboneConfig:
 
     `embedding_rows` may exceed `vocab_size`: the rows above are padding that is stored but never
     predicted. `rope_full_precision` rotates in the precision of the tables (LLaDA); without it
-    cosines and sines are first rounded to the dtype of the activations (Dream).
+    cosines and sines are first rounded to the dtype of the activations (Dream). `qk_norm` puts a
+    norm over each head of q and k before RoPE (Qwen3).
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class BackboneConfig:
     rms_eps: float
     rope_theta: float
     qkv_bias: bool = False
+    qk_norm: bool = False
     rope_full_precision: bool = True
     tied: bool = False
 
@@ -78,6 +80,8 @@ class Block(nn.Module):
         self.qkv_bias = (
             _parameter(qkv_size, device=device, dtype=dtype) if config.qkv_bias else None
         )
+        norms = (_parameter(config.head_size, device=device, dtype=dtype) for _ in range(2))
+        self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
         self.out = _parameter(width, query_size, device=device, dtype=dtype)
         self.ff_norm = _parameter(width, device=device, dtype=dtype)
         self.gate_up = _parameter(2 * config.ffn_size, width, device=device, dtype=dtype)
@@ -103,9 +107,17 @@ class Block(nn.Module):
     ) -> Tensor:
         h, g = self.config.heads, self.config.kv_heads
         heads = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
-        rotated = rotate(heads[:, : h + g], cos, sin)
+        rotated = rotate(self._normed(heads[:, : h + g]), cos, sin)
         mixed = attend(rotated[:, :h], rotated[:, h:], heads[:, h + g :])
         return F.linear(mixed.flatten(1), self.out)
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """`heads (T, H + G, K)` of q and k, each behind its norm if there is one."""
+        if self.q_norm is None or self.k_norm is None:
+            return heads
+        h, eps = self.config.heads, self.config.rms_eps
+        q, k = rms_norm(heads[:, :h], self.q_norm, eps), rms_norm(heads[:, h:], self.k_norm, eps)
+        return torch.cat((q, k), dim=1)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
@@ -119,6 +131,8 @@ class Block(nn.Module):
         if self.qkv_bias is not None:
             biases = self.qkv_bias.detach().split(sizes)
             views |= dict(zip(("q_bias", "k_bias", "v_bias"), biases, strict=True))
+        if self.q_norm is not None and self.k_norm is not None:
+            views |= {"q_norm": self.q_norm.detach(), "k_norm": self.k_norm.detach()}
         views["gate"], views["up"] = self.gate_up.detach().chunk(2)
         for name in ("attn_norm", "out", "ff_norm", "down"):
             views[name] = getattr(self, name).detach()

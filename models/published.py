@@ -128,6 +128,16 @@ def head_size(width: int, heads: int, kv_heads: int) -> int:
     return width // heads
 
 
+def check_heads(size: int, heads: int, kv_heads: int) -> int:
+    """A head size that the checkpoint states itself; refuses an odd one and ungroupable heads."""
+    if size % 2 or heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: head_dim {size} must be even and {heads} heads a multiple of "
+            f"{kv_heads} key/value heads"
+        )
+    return size
+
+
 def _check_ids(vocab_size: int, *, mask: tuple[int, ...], ends: tuple[int, ...]) -> None:
     if len(mask) != 1:
         raise CheckpointError(f"config.json: mask_token_id must be one id, got {mask or None}")

@@ -17,6 +17,7 @@ from dlm_decode.models.backbone import Backbone, Block
 from dlm_decode.models.dream import Dream
 from dlm_decode.models.llada import LLaDA
 from dlm_decode.models.published import Published
+from dlm_decode.models.sdar import SDAR
 
 M = TypeVar("M", bound=Backbone)
 
@@ -28,6 +29,8 @@ LOG_ZERO = -1e4
 SPREAD = {
     "attn_norm": (1.0, 0.2),
     "ff_norm": (1.0, 0.2),
+    "q_norm": (1.5, 0.3),
+    "k_norm": (1.5, 0.3),
     "q": (0.0, 3.2),
     "k": (0.0, 3.2),
     "v": (0.0, 1.0),
@@ -110,6 +113,43 @@ def random_dream(
         "tie_word_embeddings": False,
     }
     model = Dream.from_published(Published(config), device="cpu", dtype=dtype)
+    return randomise(model, seed)
+
+
+def random_sdar(
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 48,
+    block: int = 4,
+    max_positions: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> SDAR:
+    """A block-causal SDAR (blocks of `block`) with random weights; ids as in `random_dream`."""
+    config = {
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "intermediate_size": 2 * hidden,
+        "max_position_embeddings": max_positions,
+        "vocab_size": vocab,
+        "block_size": block,
+        "mask_token_id": vocab - 4,
+        "eos_token_id": vocab - 6,
+        "pad_token_id": vocab - 6,
+        "tie_word_embeddings": False,
+    }
+    model = SDAR.from_published(Published(config), device="cpu", dtype=dtype)
     return randomise(model, seed)
 
 

@@ -35,6 +35,7 @@ class Threshold(Sampler):
     relative_to_best: bool = option(
         False, "also commit what is within 1e-5 of the best confidence (dInfer)"
     )
+    strict: bool = option(False, "commit above the threshold only, not at it (SDAR, LLaDA2)")
     steps: int | None = option(
         None,
         "commit at most an equal share of the tokens a step, plus what earlier steps left over",
@@ -52,7 +53,8 @@ class Threshold(Sampler):
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         c = confidence(output, law=self.law)
-        chosen = c >= self._tau(c, canvas.eligible)
+        tau = self._tau(c, canvas.eligible)
+        chosen = c > tau if self.strict else c >= tau
         limit = self._limit(canvas, state)
         chosen = (chosen & top(c, canvas.eligible, limit)) | best(c, canvas.eligible)
         carry = (limit - chosen.sum(-1)).clamp(min=0)

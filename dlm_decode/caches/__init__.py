@@ -11,11 +11,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from dlm_decode.errors import CapabilityError
+from dlm_decode.models import ModelInfo, Regime
 from dlm_decode.options import Options
 from dlm_decode.registry import Registry
 from dlm_decode.schedules import Window
 
 Kind = Literal["full", "refresh", "window"]
+Exactness = Literal["exact", "approximate"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class RowView:
     `length` N counts all positions, `masked (N,)` marks the undecided ones. `step` counts turns
     since the block began, `since_refresh` turns since the last refresh (-1: never refreshed).
     `shift` is the model's: position i is predicted by the output at i - shift. `committed_last`
-    holds the positions decided in the last turn.
+    holds the positions decided in the last turn. `blocks (N,)` are the blocks of a block-causal
+    model's attention (None: full attention), `stale (N,)` marks positions whose stored K/V come
+    from another token than the one that stands there now, or were never stored.
     """
 
     length: int
@@ -35,6 +40,8 @@ class RowView:
     since_refresh: int
     shift: int
     committed_last: tuple[int, ...]
+    blocks: np.ndarray | None = None
+    stale: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,14 @@ class RowPlan:
 
     `query` are the sorted positions to compute. Kind "full" sees only them and stores nothing,
     "refresh" computes every position and stores all K/V, "window" stores its own K/V and sees
-    everything stored. `only`, where given, limits this turn's eligible positions to `[a, b)`.
+    everything stored, below position `stop` where that is given. `only`, where given, limits this
+    turn's eligible positions to `[a, b)`. What a block-causal model may not see is never seen.
     """
 
     query: np.ndarray
     kind: Kind
     only: tuple[int, int] | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +67,14 @@ class CachePolicy(Options):
     `exactness` is "exact" (logits equal a forward over the whole row) or "approximate". `stores`
     says whether rows need a place in the K/V store. `refreshes_blocks`: what a later block sees of
     an earlier one is computed anew when the block begins, never taken from the turns in between.
+    `regimes` are the kinds of attention it is meant for.
     """
 
     paper: ClassVar[str] = ""
-    exactness: ClassVar[Literal["exact", "approximate"]] = "approximate"
+    exactness: ClassVar[Exactness] = "approximate"
     stores: ClassVar[bool] = True
     refreshes_blocks: ClassVar[bool] = True
+    regimes: ClassVar[frozenset[Regime]] = frozenset({"full"})
 
     def plan(self, row: RowView) -> RowPlan:
         """What to compute for this row now; an eligible i needs i - shift in the query."""
@@ -79,6 +90,22 @@ class CachePolicy(Options):
 
 
 CACHES: Registry[CachePolicy] = Registry("cache", "dlm_decode.caches", "dlm_decode.caches")
+
+_MISFITS = {
+    "block_causal": "its attention never looks right, so that nothing stored has to be refreshed: "
+    "take cache block_causal, which is exact",
+    "full": "its attention looks right, at positions that this cache leaves out",
+}
+
+
+def check_fit(cache: CachePolicy, info: ModelInfo) -> None:
+    """Raise `CapabilityError` when a policy is not meant for the model's kind of attention."""
+    if info.regime not in cache.regimes:
+        others = (name for name in CACHES.names() if info.regime in CACHES.get(name).regimes)
+        raise CapabilityError(
+            f"cache {CACHES.name_of(cache)!r} does not fit {info.family}: {_MISFITS[info.regime]} "
+            f"(caches for this model: {', '.join(others)})"
+        )
 
 
 def span_query(start: int, stop: int) -> np.ndarray:

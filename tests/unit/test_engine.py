@@ -795,10 +795,10 @@ def test_time_is_counted_from_admission() -> None:
     assert max(times) < sum(times) / 2
 
 
-def test_block_causal_models_are_refused_by_name() -> None:
+def test_a_cache_for_another_kind_of_attention_is_refused_by_name() -> None:
     model = Weighing(LLADA, replace(LLADA.info, regime="block_causal"))
-    parts = (SAMPLERS.create("llada"), CACHES.create("none"), SCHEDULES.create("fixed"), Draw())
-    with pytest.raises(CapabilityError, match="llada attends block-causally"):
+    parts = (SAMPLERS.create("llada"), CACHES.create("dual"), SCHEDULES.create("fixed"), Draw())
+    with pytest.raises(CapabilityError, match="cache 'dual' does not fit llada"):
         Engine(model, *parts)
 
 
