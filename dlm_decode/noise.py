@@ -19,6 +19,10 @@ TOKENS = 0
 """Stream of the token draws; samplers take other numbers for their own noise."""
 ORDER = 1
 """Stream of random unmasking orders."""
+REMASK = 2
+"""Stream of which tokens are masked again."""
+PROPOSALS = 16
+"""First stream of tokens proposed for one position, one stream each."""
 
 _MASK32 = 0xFFFFFFFF
 _ROUNDS = 10
@@ -34,10 +38,14 @@ def request_key(seed: int, ids: Iterable[int], sample: int = 0) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def uniform(canvas: Canvas, stream: int) -> Tensor:
-    """One number in (0, 1) for each window position, fp32 `(B, W)`."""
-    words = position_words(canvas, stream, torch.zeros_like(canvas.positions))
-    return _unit(words[0])
+def uniform(canvas: Canvas, stream: int, counter: Tensor | None = None) -> Tensor:
+    """One number in (0, 1) for each window position, fp32 `(B, W)`.
+
+    Another one for each value of `counter (B,)`, as for turns between which nothing is committed.
+    """
+    zeros = torch.zeros_like(canvas.positions)
+    count = zeros if counter is None else zeros + counter[:, None]
+    return _unit(position_words(canvas, stream, count)[0])
 
 
 def gumbel(canvas: Canvas, stream: int) -> Tensor:

@@ -28,6 +28,14 @@ def confidence(output: Output, *, law: str = "propose", on: str = "raw") -> Tens
     return getattr(output, f"{prefix}_sampled" if drawn else f"{prefix}1")
 
 
+def placed(output: Output) -> Tensor:
+    """Probability `(B, W)` of the token that stands at each position; 0 where that is the mask.
+
+    For samplers whose query is `Query(probe=canvas.tokens[..., None])` and that need "decided".
+    """
+    return (output.probed[..., 0] - output.lse).exp()
+
+
 def margin(output: Output, *, on: str = "raw") -> Tensor:
     """Difference `(B, W)` of the two highest probabilities."""
     return output.p1 - output.p2 if on == "raw" else output.q1 - output.q2
