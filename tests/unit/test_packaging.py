@@ -38,7 +38,8 @@ def in_tree(root: Path) -> set[str]:
         f"dlm_decode/{p.relative_to(root)}" for name in LINKED for p in (root / name).glob("*.py")
     }
     package = root / "dlm_decode"
-    for path in [*package.rglob("*.py"), *(package / "assets").rglob("*"), package / "py.typed"]:
+    data = [*(package / "assets").rglob("*"), *package.glob("eval/protocols/*.json")]
+    for path in [*package.rglob("*.py"), *data, package / "py.typed"]:
         if path.is_file() and path.relative_to(package).parts[0] not in LINKED:
             files.add(path.relative_to(root).as_posix())
     return {file for file in files if "__pycache__" not in file}
