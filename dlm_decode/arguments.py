@@ -36,6 +36,12 @@ def add_method(parser: argparse.ArgumentParser) -> None:
         "--temperature", metavar="T", help="same as --set temperature=T; 0 is greedy"
     )
     group.add_argument(
+        "--verify",
+        choices=("lossless",),
+        help="draft states of the sampler ahead and accept exact ones (self_speculative): the same "
+        "text in fewer forwards",
+    )
+    group.add_argument(
         "--cfg-scale",
         metavar="S",
         type=not_negative,
@@ -113,8 +119,13 @@ def not_negative(text: str) -> float:
 def parse_parts(args: argparse.Namespace) -> Parts:
     """Sampler, cache, schedule and drawing, so that mistakes show before a model is loaded."""
     from dlm_decode.api import build_parts
+    from dlm_decode.speculation import check_foreseen, verified
 
-    return build_parts(args.sampler, args.cache, args.schedule or "fixed", _options(args))
+    sampler = args.sampler if args.verify is None else verified(args.sampler)
+    parts = build_parts(sampler, args.cache, args.schedule or "fixed", _options(args))
+    if args.verify is not None:
+        check_foreseen(parts)
+    return parts
 
 
 def _options(args: argparse.Namespace) -> dict[str, str]:

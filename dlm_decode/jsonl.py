@@ -191,6 +191,8 @@ def result_row(row_id: str | int, generation: Generation, *, trace: bool = False
         "tokens": generation.tokens,
         "seconds": round(cost.elapsed_s, 6),
     }
+    if cost.drafted is not None:
+        content |= {"drafted": cost.drafted, "accepted": cost.accepted}
     return content | ({"steps": [_finite(s.as_dict()) for s in cost.steps]} if trace else {})
 
 

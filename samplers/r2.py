@@ -56,6 +56,10 @@ class R2(Wrapper):
         count = torch.zeros_like(canvas.tokens)
         return {"token": count - 1, "count": count, "sum": zeros, "max": zeros}
 
+    @property
+    def asks(self) -> bool:
+        return self.inner.asks
+
     def query(self, canvas: Canvas, state: Any) -> Query | None:
         if super().query(canvas, state) is not None:
             name = SAMPLERS.name_of(self.inner)

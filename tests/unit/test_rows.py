@@ -13,7 +13,7 @@ from dlm_decode.caches import RowPlan
 from dlm_decode.errors import CapabilityError, DlmDecodeError, RequestError
 from dlm_decode.models import ModelInfo
 from dlm_decode.models.toy import random_llada
-from dlm_decode.rows import COMMIT, OVERWRITE, REMASK, Row, check_request, make_row
+from dlm_decode.rows import COMMIT, OVERWRITE, REMASK, Row, TurnRecord, check_request, make_row
 from dlm_decode.schedules import SCHEDULES
 from dlm_decode.types import Request
 
@@ -155,14 +155,14 @@ def test_the_key_follows_seed_sample_and_content() -> None:
 # --------------------------------------------------------------------------------------- its life
 
 
+def record(codes: list[int], tokens: list[int]) -> TurnRecord:
+    sure = np.full(len(codes), 0.5, dtype=np.float32)
+    return TurnRecord(np.array(codes), np.array(tokens), sure, np.zeros(len(codes), np.int64))
+
+
 def turn(row: Row, codes: list[int], tokens: list[int]) -> None:
     row.charge(RowPlan(np.arange(row.length), "full"), 1)
-    row.apply(
-        row.window.start,
-        np.array(codes),
-        np.array(tokens),
-        np.full(len(codes), 0.5, dtype=np.float32),
-    )
+    row.apply(row.window.start, record(codes, tokens))
     row.advance(FIXED)
 
 
@@ -183,7 +183,7 @@ def test_remasked_tokens_are_masks_for_the_model_again() -> None:
     """A forward must see the mask id there, not the token that was taken back."""
     row = row_of(Request([1], gen_length=2))
     turn(row, [COMMIT, 0], [4, 0])
-    row.apply(1, np.array([REMASK, 0]), np.array([MASK, 0]), np.zeros(2, dtype=np.float32))
+    row.apply(1, record([REMASK, 0], [MASK, 0]))
     assert row.masked[1] and row.tokens[1] == MASK
 
 
