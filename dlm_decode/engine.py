@@ -34,7 +34,17 @@ from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
 OFFERED = frozenset(
-    {"p2", "top2", "entropy", "filtered", "logits", "hidden", "attention", "decided"}
+    {
+        "p2",
+        "top2",
+        "entropy",
+        "filtered",
+        "logits",
+        "hidden",
+        "attention",
+        "decided",
+        "soft_embeddings",
+    }
 )
 """Needs of a sampler that this engine can meet."""
 
@@ -214,14 +224,14 @@ class Engine:
             return ids, None
         if query.tokens is not None:
             ids = ids.index_copy(0, target, query.tokens.reshape(-1)[places])
-        if query.embeds is None:
+        if query.mix_ids is None or query.mix_weights is None:
             return ids, None
         hard = self.model.embedding(ids)
-        soft = query.embeds.flatten(0, -2)[places].to(hard.dtype)
-        if query.soft is not None:
-            keep = query.soft.reshape(-1)[places][:, None]
-            soft = torch.where(keep, soft, hard[target])
-        return ids, hard.index_copy(0, target, soft)
+        weights = query.mix_weights.flatten(0, -2)[places].to(hard.dtype)
+        parts = self.model.embedding(query.mix_ids.flatten(0, -2)[places])
+        mixed = torch.einsum("njd,nj->nd", parts, weights)
+        mixed = torch.where((weights > 0).any(-1, keepdim=True), mixed, hard[target])
+        return ids, hard.index_copy(0, target, mixed)
 
     def _watch(self, rows: Sequence[Row], packed: Packed, scope: Scope) -> Watch | None:
         """What to record of the attention, for samplers that declare it."""
@@ -268,7 +278,7 @@ class Engine:
             record = outcome.of_row(i)
             row.charge(plans[i], self.lanes * scope.counts[i])
             row.branches = max(int(outcome.branches[i]), 1)
-            if scope.adaptive:
+            if scope.adaptive and outcome.steps[i] >= 0:
                 row.speculate(scope.counts[i] - 1, record.steps)
             row.apply(scope.base[i], record)
             stop = int(outcome.stop[i])
@@ -383,7 +393,7 @@ def _scope(
         min(row.branches if plan.kind != "refresh" else 1, most) if query.adaptive else most
         for row, plan in zip(rows, plans, strict=True)
     )
-    replaced = query.tokens is not None or query.embeds is not None
+    replaced = query.tokens is not None or query.mix_ids is not None
     return Scope(base, width, counts, most, replaced, query.adaptive)
 
 

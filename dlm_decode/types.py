@@ -86,21 +86,23 @@ class Query:
     """What to forward instead of, or ask beside, the canvas as it stands.
 
     `tokens (B, R, W)` are R branches of each row's window; they share the row's stored context and
-    only branch 0 is stored. `embeds (B, R, W, D)` replaces the embeddings where `soft (B, R, W)`
-    holds. `probe (B, W, J)` are ids whose logits are wanted as `Output.probed`. `adaptive`: of the
-    R branches a row uses as many as its last decision named, 1 at first.
+    only branch 0 is stored. Positions with any of `mix_weights (B, R, W, J)` above 0 get the
+    weighted sum of the embeddings of `mix_ids (B, R, W, J)` instead of their token's (such a
+    sampler needs "soft_embeddings"). `probe (B, W, J)` are ids whose logits are wanted as
+    `Output.probed`. `adaptive`: of the R branches a row uses as many as its last decision named, 1
+    at first.
     """
 
     tokens: Tensor | None = None
-    embeds: Tensor | None = None
-    soft: Tensor | None = None
+    mix_ids: Tensor | None = None
+    mix_weights: Tensor | None = None
     probe: Tensor | None = None
     adaptive: bool = False
 
     @property
     def branches(self) -> int:
         """R: how many versions of each row are forwarded."""
-        given = self.tokens if self.tokens is not None else self.embeds
+        given = self.tokens if self.tokens is not None else self.mix_ids
         return 1 if given is None else given.shape[1]
 
 

@@ -562,16 +562,20 @@ def test_probed_logits_are_those_of_the_ids_asked_for(model: str, cache: str) ->
 @EVERY_CACHE
 @EVERY_MODEL
 def test_the_embeddings_of_the_tokens_change_nothing(model: str, cache: str) -> None:
-    """In place of ids, everywhere or where `soft` says; others do change the outcome."""
-    made = MODELS[model]
+    """In place of ids, everywhere or where weights say so; mixtures do change the outcome."""
 
-    def embedded(factor: float, where: Callable[[Canvas], Tensor] | None) -> Any:
+    def embedded(own: float, where: Callable[[Canvas], Tensor]) -> Any:
+        """The token's own embedding and id 9's, with weights that add up to 1 (or to 0)."""
+
         def asking(canvas: Canvas) -> Query:
-            hard = made.embedding(canvas.tokens)[:, None]
-            soft = None if where is None else where(canvas)[:, None]
-            return Query(embeds=hard * factor, soft=soft)
+            ids = torch.stack([canvas.tokens, torch.full_like(canvas.tokens, 9)], dim=-1)
+            weights = torch.tensor([own, 1 - own], dtype=torch.float64) * where(canvas)[..., None]
+            return Query(mix_ids=ids[:, None], mix_weights=weights[:, None])
 
         return asking
+
+    def all_of(canvas: Canvas) -> Tensor:
+        return torch.ones_like(canvas.eligible)
 
     asked = frozenset({"logits"})
     requests = [BLOCKS, replace(ROW, gen_length=5)]
@@ -583,19 +587,23 @@ def test_the_embeddings_of_the_tokens_change_nothing(model: str, cache: str) -> 
 
     plain = logits(lambda canvas: None)
     for asking in (
-        embedded(1.0, None),
+        embedded(1.0, all_of),
         embedded(1.0, lambda canvas: canvas.masked),
-        embedded(2.0, no),
+        embedded(0.5, no),
     ):
         for ours, theirs in zip(logits(asking), plain, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
-    for asking in (embedded(2.0, None), embedded(2.0, lambda canvas: canvas.masked)):
+    for asking in (embedded(0.5, all_of), embedded(0.5, lambda canvas: canvas.masked)):
         assert not torch.allclose(logits(asking)[0], plain[0])
 
 
 def test_a_model_without_embeddings_refuses_them() -> None:
     task = shuffle_task(3, offset=1)
-    asking = lambda canvas: Query(embeds=torch.zeros(*canvas.tokens.shape, 4)[:, None])  # noqa: E731
+
+    def asking(canvas: Canvas) -> Query:
+        ids = canvas.tokens[:, None, :, None]
+        return Query(mix_ids=ids, mix_weights=torch.ones_like(ids))
+
     with pytest.raises(CapabilityError, match="not embeddings"):
         decode(task, Ruled(in_order, asking=asking), Request([0], gen_length=3))
 
