@@ -65,7 +65,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"
     )
-    parser.add_argument("--steps", type=int, default=2500, help="diffusion updates")
+    parser.add_argument("--steps", type=int, default=2950, help="diffusion updates")
+    parser.add_argument("--decay", type=float, default=0.63, help="share of the updates decayed")
     parser.add_argument("--tokens", type=int, default=8000, help="diffusion: tokens a step")
     parser.add_argument(
         "--lengths",
@@ -119,7 +120,9 @@ def train_diffusion(args: argparse.Namespace, corpus: Corpus, model: TinyTransfo
             mixture, step, tokens=args.tokens, lengths=lengths, noise=phase.noise
         )
 
-    config = LoopConfig(args.steps, args.learning_rate, evaluate_every=args.evaluate_every)
+    config = LoopConfig(
+        args.steps, args.learning_rate, decay=args.decay, evaluate_every=args.evaluate_every
+    )
     twin = load_average(args, model, "ar")
     model.load_state_dict(
         to_diffusion(twin, mask_id=corpus.mask_id, n_tokens=len(corpus.tokenizer)).state_dict()
