@@ -15,6 +15,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dlm_decode.caches import LayerHook
 from dlm_decode.kv import KVStore
 
 
@@ -25,6 +26,12 @@ class Group:
     `own`: the rows see their own new K/V. `context` `(rows, C)` pool indices, or `(base, stride)`
     of consecutive ones, are the stored keys seen (`length` C of them), none when `length` is 0.
     `mask (rows, 1, query, keys)` bool, where given, tells which of the keys each query sees.
+    `sources (rows, C)` are packed tokens of this forward, whose K/V are seen in place of stored
+    ones.
+
+    A group with a `hook` is one row: the pool indices of its `places (N,)` and the `positions
+    (query,)` of its queries, for a choice of keys per layer. `is_first`: the hook may look on, at
+    keys put into the `order (S,)` of positions.
     """
 
     start: int
@@ -36,6 +43,12 @@ class Group:
     base: int | None = None
     stride: int = 0
     mask: Tensor | None = None
+    sources: Tensor | None = None
+    hook: LayerHook | None = None
+    is_first: bool = False
+    places: Tensor | None = None
+    positions: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def stop(self) -> int:
@@ -114,21 +127,36 @@ class PackedAttention:
     ) -> Tensor:
         span = slice(group.start, group.stop)
         queries = _rows_first(q[span], group.rows)
-        keys, values = self._context(group, layer)
+        kept = self._kept(group, layer)
+        keys, values = self._context(group, layer, kept, q.dtype)
+        if group.sources is not None:
+            keys, values = (rearrange(x[group.sources], "b n g k -> b g n k") for x in (k, v))
         if group.own:
             own_k, own_v = (_rows_first(x[span], group.rows) for x in (k, v))
             keys = own_k if keys is None else torch.cat([keys, own_k], dim=2)
             values = own_v if values is None else torch.cat([values, own_v], dim=2)
         assert keys is not None and values is not None
+        if group.hook is not None and group.is_first and kept is None:
+            order = slice(None) if group.order is None else group.order
+            group.hook.see(layer, queries[0], keys[0][:, order], values[0][:, order])
         if part is not None:
-            self._record(group, part, q, keys)
+            self._record(group, part, q, keys, kept)
         grouped = queries.shape[1] != keys.shape[1]
         out = scaled_dot_product_attention(
             queries, keys, values, attn_mask=group.mask, enable_gqa=grouped
         )
         return rearrange(out, "b h q k -> (b q) h k")
 
-    def _record(self, group: Group, part: Watched, q: Tensor, keys: Tensor) -> None:
+    def _kept(self, group: Group, layer: int) -> Tensor | None:
+        """The positions `(k,)` that a hook lets the group see in this layer, None: all of them."""
+        if group.hook is None or group.places is None or group.positions is None:
+            return None
+        kept = group.hook.keep(layer)
+        return kept if kept is None or group.own else torch.cat([kept, group.positions])
+
+    def _record(
+        self, group: Group, part: Watched, q: Tensor, keys: Tensor, kept: Tensor | None
+    ) -> None:
         """Add the watched tokens' attention over `keys (rows, G, N, K)`, beside the fused kernel.
 
         Scores are `(rows, H, w, N)`: of the watched queries alone, never of all N. A query head is
@@ -147,10 +175,20 @@ class PackedAttention:
             hidden = hidden.repeat(1, 1, scores.shape[2] // width, 1)
             scores = scores.masked_fill(hidden, -torch.inf)
         mean = reduce(scores.softmax(-1), "b g (s w) n -> (b w) n", "mean", w=width)
-        into = self.watched[:, : mean.shape[-1]]
-        into.index_add_(0, part.target, mean[part.source], alpha=1 / len(self._watch.layers))
+        lines = mean[part.source] / len(self._watch.layers)
+        if kept is not None:
+            whole = lines.new_zeros(len(lines), self._watch.width)
+            lines = whole.index_copy_(1, kept, lines)
+        into = self.watched[:, : lines.shape[-1]]
+        into.index_add_(0, part.target, lines)
 
-    def _context(self, group: Group, layer: int) -> tuple[Tensor | None, Tensor | None]:
+    def _context(
+        self,
+        group: Group,
+        layer: int,
+        kept: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Stored K and V `(rows, G, C, K)`: a view when the pages lie regularly, else gathered."""
         if group.length == 0 or self._store is None:
             return None, None
@@ -163,9 +201,14 @@ class PackedAttention:
             views = (pool.as_strided(shape, strides, offset) for pool in pools)
         else:
             assert group.context is not None
-            flat = group.context.reshape(-1)
-            views = (pool.index_select(0, flat).unflatten(0, group.context.shape) for pool in pools)
-        keys, values = (rearrange(view, "b n g k -> b g n k") for view in views)
+            context = (
+                group.context
+                if kept is None or group.places is None
+                else (group.places[kept][None])
+            )
+            flat = context.reshape(-1)
+            views = (pool.index_select(0, flat).unflatten(0, context.shape) for pool in pools)
+        keys, values = (rearrange(view, "b n g k -> b g n k").to(dtype) for view in views)
         return keys, values
 
 

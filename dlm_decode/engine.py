@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.attention import PackedAttention, Watch
-from dlm_decode.caches import CachePolicy, RowPlan, check_fit
+from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
@@ -151,7 +151,7 @@ class Engine:
         settled = settle(canvas, first, decision, finishing)
         outcome = _outcome(canvas, settled, first, decision, focus).cpu()
         received = _Outcome.received(outcome, len(rows), state.width)
-        self._apply(state, plans, scope, received)
+        self._apply(state, plans, readable, scope, received)
 
     def _horizon(self, row: Row) -> int:
         """Turns that can be foreseen: until the next refresh, or until the row must finish."""
@@ -190,11 +190,13 @@ class Engine:
         scope: Scope,
     ) -> Output:
         info = self.model.info
+        hooks = self._hooks(state.rows, plans)
         packed = pack(
             state.rows,
             plans,
             readable,
             scope,
+            hooks=hooks,
             lanes=self.lanes,
             shift=info.shift,
             mask_id=info.mask_id,
@@ -211,11 +213,20 @@ class Engine:
         ids, embeds = self._inputs(packed, query)
         hidden = self.model.forward(ids, packed.positions, attend, embeds=embeds)
         record_writes(state.rows, plans)
+        for row, hook in zip(state.rows, hooks, strict=True):
+            row.memory = row.memory if hook is None else hook.memory()
         scored = _scored(state.rows, readable, packed, canvas, query, scope)
         stats = self._statistics(hidden, packed, scored)
         if attend.watched is not None:
             stats["attention"] = attend.watched
         return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
+
+    def _hooks(self, rows: Sequence[Row], plans: Sequence[RowPlan]) -> list[LayerHook | None]:
+        """What the policy does inside the layers, for each row; nothing with most policies."""
+        if type(self.cache).hook is CachePolicy.hook:
+            return [None] * len(rows)
+        views = [row.view(self.model.info.shift) for row in rows]
+        return [self.cache.hook(view, plan) for view, plan in zip(views, plans, strict=True)]
 
     def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
         """Packed ids, with the query's own window contents put in, and embeddings if it has any."""
@@ -270,7 +281,12 @@ class Engine:
         return guided
 
     def _apply(
-        self, state: _Flight, plans: Sequence[RowPlan], scope: Scope, outcome: _Outcome
+        self,
+        state: _Flight,
+        plans: Sequence[RowPlan],
+        readable: Sequence[np.ndarray],
+        scope: Scope,
+        outcome: _Outcome,
     ) -> None:
         """Carry the outcome, now on the host, over to the rows."""
         state.done = [flag > 0 for flag in outcome.done.tolist()]
@@ -278,6 +294,7 @@ class Engine:
             record = outcome.of_row(i)
             row.charge(plans[i], self.lanes * scope.counts[i])
             row.branches = max(int(outcome.branches[i]), 1)
+            row.keep_scores(readable[i], scope.base[i], record.sure)
             if scope.adaptive and outcome.steps[i] >= 0:
                 row.speculate(scope.counts[i] - 1, record.steps)
             row.apply(scope.base[i], record)
@@ -390,7 +407,7 @@ def _scope(
         return Scope(base, width, (1,) * len(rows))
     most = query.branches
     counts = tuple(
-        min(row.branches if plan.kind != "refresh" else 1, most) if query.adaptive else most
+        min(row.branches if plan.kind in ("full", "window") else 1, most) if query.adaptive else most
         for row, plan in zip(rows, plans, strict=True)
     )
     replaced = query.tokens is not None or query.mix_ids is not None
@@ -480,8 +497,9 @@ def _check_plans(
         assert len(query) and (np.diff(query) > 0).all(), "query positions must ascend"
         assert query[0] >= 0 and query[-1] < row.length, "query outside the row"
         assert np.isin(np.maximum(positions - shift, 0), query).all(), "scored without a logit row"
-        assert plan.kind == "window" or len(query) == row.length, "a full forward computes all"
-        if plan.kind == "window":
+        whole = plan.kind in ("full", "refresh")
+        assert not whole or len(query) == row.length, "a full forward computes all"
+        if not whole:
             assert stored, "a window forward needs stored K/V"
             for slot in row.slots:
                 seen = np.arange(row.length) < (row.length if plan.stop is None else plan.stop)

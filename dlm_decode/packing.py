@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.attention import Group, Watched
-from dlm_decode.caches import RowPlan
+from dlm_decode.caches import LayerHook, RowPlan
 from dlm_decode.kv import Slot
 from dlm_decode.rows import Row
 
@@ -34,20 +34,24 @@ class Entry:
     slot: Slot | None
     branches: int
     blocks: np.ndarray | None = None
+    hook: LayerHook | None = None
 
     @property
     def stores(self) -> bool:
         return self.plan.kind != "full" and self.branch == 0
 
     @property
-    def shape(self) -> tuple[str, int, int]:
-        """Entries of equal shape are attended in one call: kind, queries, stored keys."""
+    def shape(self) -> tuple[str, int, int, int]:
+        """Entries of equal shape are attended in one call: kind, queries, stored keys, and for a
+        row with a hook which entry it is."""
         query, length = len(self.plan.query), self.reach
-        if self.plan.kind != "window":
-            return "own", query, 0
-        return (
-            ("window", query, length) if self.branches == 1 else ("branch", query, length - query)
+        alone = (
+            -1 if self.hook is None else (self.row * 2 + self.lane) * self.branches + self.branch
         )
+        if self.plan.kind in ("full", "refresh"):
+            return "own", query, 0, alone
+        kind = "window" if self.branches == 1 else "branch"
+        return kind, query, length if self.branches == 1 else length - query, alone
 
     @property
     def reach(self) -> int:
@@ -119,9 +123,12 @@ def pack(
     shift: int,
     mask_id: int,
     device: torch.device,
+    hooks: Sequence[LayerHook | None] | None = None,
 ) -> Packed:
     """Pack the rows' plans; `scored` are the absolute positions of each row to read out."""
-    entries = sorted(_entries(rows, plans, scope.counts, lanes, mask_id), key=lambda e: e.shape)
+    hooks = [None] * len(rows) if hooks is None else hooks
+    made = _entries(rows, plans, hooks, scope.counts, lanes, mask_id)
+    entries = sorted(made, key=lambda e: e.shape)
     starts = np.cumsum([0, *(len(e.plan.query) for e in entries)])
     send = _sender(device)
     ids = np.concatenate([e.tokens[e.plan.query] for e in entries])
@@ -183,7 +190,12 @@ def _sender(device: torch.device) -> Callable[[np.ndarray], Tensor]:
 
 
 def _entries(
-    rows: Sequence[Row], plans: Sequence[RowPlan], counts: Sequence[int], lanes: int, mask_id: int
+    rows: Sequence[Row],
+    plans: Sequence[RowPlan],
+    hooks: Sequence[LayerHook | None],
+    counts: Sequence[int],
+    lanes: int,
+    mask_id: int,
 ) -> Iterator[Entry]:
     for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
         for lane in range(lanes):
@@ -200,6 +212,7 @@ def _entries(
                     slot,
                     counts[index],
                     row.block_ids,
+                    hooks[index],
                 )
 
 
@@ -207,18 +220,47 @@ def _groups(
     entries: Sequence[Entry], starts: np.ndarray, send: Callable[[np.ndarray], Tensor]
 ) -> Iterator[Group]:
     first = 0
-    for (kind, query, keys), members in groupby(entries, key=lambda e: e.shape):
+    for (kind, query, keys, _), members in groupby(entries, key=lambda e: e.shape):
         run = list(members)
         start = int(starts[first])
         first += len(run)
         mask = _mask(run, send)
-        if kind == "own":
+        if run[0].hook is not None:
+            yield _hooked_group(run[0], start, mask, send)
+        elif kind == "own":
             yield Group(start, len(run), query, own=True, mask=mask)
         elif kind == "branch":
             places = np.stack([e.slot.places[e.outside()] for e in run if e.slot is not None])
             yield Group(start, len(run), query, True, keys, context=send(places), mask=mask)
         else:
             yield from _window_groups(run, start, query, keys, mask, send)
+
+
+def _hooked_group(
+    entry: Entry, start: int, mask: Tensor | None, send: Callable[[np.ndarray], Tensor]
+) -> Group:
+    """A row by itself: its keys are gathered, in the order of positions if it is no branch."""
+    kind, query, keys, _ = entry.shape
+    assert entry.hook is not None
+    first = entry.lane == 0 and entry.branch == 0
+    own = kind != "window"
+    if entry.slot is None or kind == "own":
+        return Group(start, 1, query, own, mask=mask, hook=entry.hook, is_first=first)
+    seen = entry.outside() if own else np.arange(entry.reach)
+    return Group(
+        start,
+        1,
+        query,
+        own,
+        keys,
+        context=send(entry.slot.places[seen][None]),
+        mask=mask,
+        hook=entry.hook,
+        is_first=first,
+        places=send(entry.slot.places),
+        positions=send(entry.plan.query),
+        order=send(np.argsort(np.concatenate([seen, entry.plan.query]))) if own else None,
+    )
 
 
 def _mask(run: Sequence[Entry], send: Callable[[np.ndarray], Tensor]) -> Tensor | None:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from dlm_decode.types import Generation, Request, Step, Trace
 EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
 DEFAULT_BLOCK_LENGTH = 32
 _MAX_TURNS_PER_TOKEN = 8
+
+_BEFORE = -(2**31)
+"""When given tokens were decided: longer ago than any turn."""
 
 COMMIT, REMASK, OVERWRITE = 1, 2, 3
 """What happened to a position in a turn."""
@@ -65,12 +69,21 @@ class Row:
     finishing: bool = False
     branches: int = 1
     block_ids: np.ndarray | None = None
+    decided_at: np.ndarray = field(init=False)
+    scores: np.ndarray = field(init=False)
+    refreshed_at: int = 0
+    last_start: int | None = None
+    memory: Any = None
     forwards: Counter[str] = field(default_factory=Counter)
     computed: int = 0
     drafted: int | None = None
     accepted: int | None = None
     steps: list[Step] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.decided_at = np.full(len(self.tokens), _BEFORE, dtype=np.int64)
+        self.scores = np.zeros(len(self.tokens), dtype=np.float32)
 
     @property
     def length(self) -> int:
@@ -93,6 +106,12 @@ class Row:
             self.last,
             self.block_ids,
             self.slots[0].tokens != self.tokens if self.slots else None,
+            self.span.start,
+            np.where(self.masked, 0, self.turn - self.decided_at),
+            self.scores,
+            self.commits - self.refreshed_at,
+            self.last_start,
+            self.memory,
         )
 
     def speculate(self, drafted: int, steps: int) -> None:
@@ -104,8 +123,8 @@ class Row:
         """Account for one forward of `copies` (guidance lanes times branches) of the plan."""
         self.forwards[plan.kind] += 1
         self.computed += len(plan.query) * copies
-        if plan.kind == "refresh":
-            self.since_refresh = 0
+        if plan.kind in ("refresh", "region"):
+            self.since_refresh, self.refreshed_at = 0, self.commits
         elif self.since_refresh >= 0:
             self.since_refresh += 1
 
@@ -119,9 +138,14 @@ class Row:
         self.masked[positions] = ~set_now
         self.commits += int(set_now.sum()) if turn.commits is None else turn.commits
         self.last = tuple(positions[set_now].tolist())
+        self.decided_at[positions] = self.turn
         for step in range(turn.steps):
             of_step = turn.order[places] == step if turn.steps > 1 else slice(None)
             self._record(turn, places[of_step], base)
+
+    def keep_scores(self, positions: np.ndarray, base: int, scores: np.ndarray) -> None:
+        """Remember the sampler's scores `(W,)`, from `base` on, of the `positions` it scored."""
+        self.scores[positions] = scores[positions - base]
 
     def _record(self, turn: TurnRecord, places: np.ndarray, base: int) -> None:
         """Add one step to the trace: the `places` of a turn that it wrote."""
@@ -144,6 +168,7 @@ class Row:
         self.finishing = self.finishing or self.turn >= self.turn_limit
         if not self.masked.any():
             return
+        self.last_start = self.window.start
         window = schedule.advance(self.span, self.window, self.masked)
         if window.index != self.window.index:
             self.step, self.fresh, self.branches = 0, True, 1

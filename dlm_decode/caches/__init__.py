@@ -7,9 +7,10 @@ move in a masked diffusion model; a forward's own K/V replace what was stored at
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from torch import Tensor
 
 from dlm_decode.errors import CapabilityError
 from dlm_decode.models import ModelInfo, Regime
@@ -17,7 +18,7 @@ from dlm_decode.options import Options
 from dlm_decode.registry import Registry
 from dlm_decode.schedules import Window
 
-Kind = Literal["full", "refresh", "window"]
+Kind = Literal["full", "refresh", "region", "window"]
 Exactness = Literal["exact", "approximate"]
 
 
@@ -30,7 +31,11 @@ class RowView:
     `shift` is the model's: position i is predicted by the output at i - shift. `committed_last`
     holds the positions decided in the last turn. `blocks (N,)` are the blocks of a block-causal
     model's attention (None: full attention), `stale (N,)` marks positions whose stored K/V come
-    from another token than the one that stands there now, or were never stored.
+    from another token than the one that stands there now, or were never stored. `origin` is the
+    first position to decode, before which lies the prompt. `age (N,)` counts the turns since each
+    position took its token (0: masked; given ones are older than the row), `scores (N,)` are the
+    sampler's last ones. `decided_since` counts tokens decided since the last refresh, `last_start`
+    is where the last turn's window began, `memory` what this policy's last `LayerHook` left.
     """
 
     length: int
@@ -42,6 +47,17 @@ class RowView:
     committed_last: tuple[int, ...]
     blocks: np.ndarray | None = None
     stale: np.ndarray | None = None
+    origin: int = 0
+    age: np.ndarray | None = None
+    scores: np.ndarray | None = None
+    decided_since: int = 0
+    last_start: int | None = None
+    memory: Any = None
+
+    def changed(self, stop: int) -> np.ndarray:
+        """Positions below `stop` whose stored K/V come from another token, ascending."""
+        assert self.stale is not None, "only rows with a place in the store have stale K/V"
+        return np.flatnonzero(self.stale[:stop])
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,8 @@ class RowPlan:
 
     `query` are the sorted positions to compute. Kind "full" sees only them and stores nothing,
     "refresh" computes every position and stores all K/V, "window" stores its own K/V and sees
-    everything stored, below position `stop` where that is given. `only`, where given, limits this
+    everything stored, below position `stop` where that is given; "region" is a window that counts
+    as a refresh of the row. `only`, where given, limits this
     turn's eligible positions to `[a, b)`. What a block-causal model may not see is never seen.
     """
 
@@ -58,6 +75,26 @@ class RowPlan:
     kind: Kind
     only: tuple[int, int] | None = None
     stop: int | None = None
+
+
+class LayerHook:
+    """What a policy does inside the layers of one row's forward; one is made for each.
+
+    A row with a hook is attended by itself. Only the row as it stands calls `see`, no guidance lane
+    and no branch. Letters: H and G heads, Q queries, S keys in the order of positions, K head size.
+    """
+
+    def keep(self, layer: int) -> Tensor | None:
+        """Positions `(k,)`, none of them queried, that the queries see beside their own; None: all
+        that the plan lets them see."""
+        return None
+
+    def see(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Look at `q (H, Q, K)` over all keys and values `(G, S, K)` seen, after RoPE."""
+
+    def memory(self) -> Any:
+        """What the next plan finds in `RowView.memory`; asked for once, after the forward."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,13 +105,20 @@ class CachePolicy(Options):
     says whether rows need a place in the K/V store. `refreshes_blocks`: what a later block sees of
     an earlier one is computed anew when the block begins, never taken from the turns in between.
     `regimes` are the kinds of attention it is meant for.
+
+    A position that is masked or changed again is computed in the next turn by every policy here,
+    for all of them compute the open positions of the window.
     """
 
     paper: ClassVar[str] = ""
     exactness: ClassVar[Exactness] = "approximate"
     stores: ClassVar[bool] = True
-    refreshes_blocks: ClassVar[bool] = True
     regimes: ClassVar[frozenset[Regime]] = frozenset({"full"})
+
+    @property
+    def refreshes_blocks(self) -> bool:
+        """See the class."""
+        return True
 
     def plan(self, row: RowView) -> RowPlan:
         """What to compute for this row now; an eligible i needs i - shift in the query."""
@@ -87,6 +131,10 @@ class CachePolicy(Options):
         the block, and is 1 for policies that go by what was decided, which is the default.
         """
         return 1
+
+    def hook(self, row: RowView, plan: RowPlan) -> LayerHook | None:
+        """What to do inside the layers of this row's forward; None costs nothing."""
+        return None
 
 
 CACHES: Registry[CachePolicy] = Registry("cache", "dlm_decode.caches", "dlm_decode.caches")
@@ -111,3 +159,12 @@ def check_fit(cache: CachePolicy, info: ModelInfo) -> None:
 def span_query(start: int, stop: int) -> np.ndarray:
     """The positions `[start, stop)`, never below 0."""
     return np.arange(max(start, 0), stop, dtype=np.int64)
+
+
+def led(query: np.ndarray, row: RowView) -> np.ndarray:
+    """`query` with the positions whose outputs predict the window's masks, for a shifted model."""
+    if not row.shift:
+        return query
+    window = np.arange(row.window.start, row.window.stop, dtype=np.int64)
+    before = np.maximum(window[row.masked[window]] - row.shift, 0)
+    return np.union1d(query, before)

@@ -1,4 +1,4 @@
-"""Dual cache of Fast-dLLM: K/V on both sides of the block are kept while the block is decoded."""
+"""Dual cache of Fast-dLLM: only the block is computed between refreshes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class Dual(Prefix):
     """Refresh all K/V at each block start, then compute only the block.
 
     Fast-dLLM (arXiv:2505.22618), section 3.2. The block's own K/V are fresh in every forward, those
-    outside are from the last refresh. Shifted models: see `prefix`.
+    outside are from the last refresh. Shifted models and the options: see `prefix`.
     """
 
     def query(self, row: RowView, lead: int) -> np.ndarray:
-        return span_query(row.window.start - lead, row.window.stop)
+        stop = min(row.window.stop + self.vicinity, row.length)
+        return span_query(self.begin(row, lead), stop)
