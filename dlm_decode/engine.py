@@ -30,6 +30,7 @@ from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.rows import Row, TurnRecord
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
+from dlm_decode.shadows import with_shadows
 from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
@@ -44,6 +45,7 @@ OFFERED = frozenset(
         "attention",
         "decided",
         "soft_embeddings",
+        "shadow",
     }
 )
 """Needs of a sampler that this engine can meet."""
@@ -202,6 +204,9 @@ class Engine:
             mask_id=info.mask_id,
             device=self.model.device,
         )
+        shadows = None
+        if "shadow" in self.sampler.needs:
+            packed, shadows = self._shadows(packed, state.rows, plans, readable, scope)
         attend = PackedAttention(
             packed.groups,
             state.store,
@@ -217,6 +222,8 @@ class Engine:
             row.memory = row.memory if hook is None else hook.memory()
         scored = _scored(state.rows, readable, packed, canvas, query, scope)
         stats = self._statistics(hidden, packed, scored)
+        if shadows is not None:
+            stats |= self._shadow_statistics(hidden[shadows], scored)
         if attend.watched is not None:
             stats["attention"] = attend.watched
         return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
@@ -243,6 +250,29 @@ class Engine:
         mixed = torch.einsum("njd,nj->nd", parts, weights)
         mixed = torch.where((weights > 0).any(-1, keepdim=True), mixed, hard[target])
         return ids, hard.index_copy(0, target, mixed)
+
+    def _shadows(
+        self,
+        packed: Packed,
+        rows: Sequence[Row],
+        plans: Sequence[RowPlan],
+        readable: Sequence[np.ndarray],
+        scope: Scope,
+    ) -> tuple[Packed, Tensor]:
+        """The forward with a shadow of each scored position, for samplers that declare it."""
+        if scope.branches > 1 or self.lanes > 1:
+            raise CapabilityError("shadows can't be read with branches or guidance")
+        for row, places in zip(rows, readable, strict=True):
+            row.computed += len(places)
+        info = self.model.info
+        return with_shadows(packed, rows, plans, readable, shift=info.shift, mask_id=info.mask_id)
+
+    def _shadow_statistics(self, hidden: Tensor, scored: Scored) -> dict[str, Tensor]:
+        """What the shadows predict, under the names of `Output` behind "shadow_"."""
+        info = self.model.info
+        plan = HeadPlan(info.vocab_size, frozenset(), Draw(), info.mask_id, info.end_ids)
+        stats = statistics(self._tile([hidden]), replace(scored, demote_end=None), plan)
+        return {f"shadow_{name}": value for name, value in stats.items()}
 
     def _watch(self, rows: Sequence[Row], packed: Packed, scope: Scope) -> Watch | None:
         """What to record of the attention, for samplers that declare it."""
