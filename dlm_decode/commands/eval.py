@@ -2,8 +2,9 @@
 
 TASK is a protocol (--list names them all) or "bundled", the bundled model's four own task families.
 Lengths, end-of-text policy, examples and scoring come from the protocol; an option given here
-overrides it and is recorded. Every request's row is written as it is completed: the same command
-goes on where a stopped run was. --sweep evaluates several decoders in one go.
+overrides it and is recorded. A problem that does not fit into the model counts as wrong. Every
+request's row is written as it is completed: the same command goes on where a stopped run was.
+--sweep evaluates several decoders in one go.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     summaries = _run_all(jobs)
     if summaries:
         print(run_table(summaries), end="")
-    return 1 if any(summary["unanswered"] for summary in summaries) else 0
+    return 1 if any(summary["refused"] for summary in summaries) else 0
 
 
 def _list() -> int:

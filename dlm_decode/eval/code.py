@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)(?:\r?\n[ \t]*```|```|\Z)", re.DOTALL)
 BEGIN, DONE = "[BEGIN]", "[DONE]"
-MAX_LINES = 1000
+MAX_LINES = 400
+MAX_TRIES = 400
 PYTHON_TAGS = ("", "python", "py", "python3")
 
 
@@ -42,11 +43,15 @@ def _between_marks(text: str) -> str:
 
 
 def longest_parsable(text: str) -> str:
-    """The longest run of whole lines that is Python and defines or does something, or ""."""
+    """The longest run of whole lines that is Python and defines or does something, or "".
+
+    Tries are bounded by `MAX_TRIES`: what is no Python at all is given up early.
+    """
     lines = text.replace("\r\n", "\n").split("\n")[:MAX_LINES]
     best: Sequence[str] = ()
+    tries = iter(range(MAX_TRIES))
     for start in _starts(lines):
-        stop = _furthest_stop(lines, start, len(best))
+        stop = _furthest_stop(lines, start, len(best), tries)
         if stop is not None and stop - start > len(best):
             best = lines[start:stop]
     return "\n".join(best).rstrip()
@@ -57,10 +62,12 @@ def _starts(lines: Sequence[str]) -> list[int]:
     return [i for i, line in enumerate(lines) if line and not line[0].isspace()]
 
 
-def _furthest_stop(lines: Sequence[str], start: int, at_least: int) -> int | None:
+def _furthest_stop(
+    lines: Sequence[str], start: int, at_least: int, tries: Iterator[int]
+) -> int | None:
     """The end of the longest parsable run from `start` that beats `at_least` lines."""
     stop = len(lines)
-    while stop > start + at_least:
+    while stop > start + at_least and next(tries, None) is not None:
         try:
             body = ast.parse("\n".join(lines[start:stop])).body
         except SyntaxError as error:  # nothing that reaches the faulty line can parse

@@ -116,6 +116,7 @@ def decode(
         decoder.generate([requests[0]])
     clock = DecodeClock()
     flights: dict[str, _Flight] = {}
+    prompts = {request.id: len(request.prompt_ids) for request in requests}
     charged_s = 0.0
     for frame in clock.timed(decoder.stream(requests)):
         flight = flights.setdefault(frame.id, _Flight(clock.idle_s))
@@ -124,6 +125,7 @@ def decode(
             continue
         seconds = frame.result.trace.elapsed_s - (clock.idle_s - flight.idle_before_s)
         row = result_row(frame.id, frame.result, trace=trace)
+        row["prompt_tokens"] = prompts[frame.id]
         row["seconds"] = round(seconds, 6)
         row["ttfb_s"] = flights.pop(frame.id).first_block(seconds, clock.worked_s)
         row["decode_s"] = round(clock.worked_s - charged_s, 6)

@@ -30,6 +30,7 @@ Source = Callable[["Job", Sequence[Problem]], Iterator[Row]]
 """Decodes the problems that are not finished, in any order: `(job, all problems) -> rows`."""
 
 SCORED_AT_ONCE = 16
+REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def conclude(job: Job, described: Row) -> dict[str, Any]:
         "task": job.protocol.id,
         "primary": names[0],
         "problems": len(problems),
-        "unanswered": len(problems) - len(rows),
+        "refused": sum(row["finish_reason"] == REFUSED for row in rows),
         "figures": summarise(scored, names) | machine if scored else None,
         "run": dict(described),
     }
@@ -146,16 +147,24 @@ def decode_here(job: Job, problems: Sequence[Problem]) -> Iterator[Row]:
 
     decoder = build_decoder(job.args, parse_parts(job.args))
     requests, refused = make_requests(decoder, problems, job.asking)
-    report_refused(refused)
+    yield from refused_rows(job, refused)
     todo = [request for request in requests if request.id not in job.finished]
     yield from decode(decoder, todo, trace=job.args.trace, warm_up=job.args.warm_up)
 
 
-def report_refused(refused: Sequence[tuple[str, str]]) -> None:
-    """Say once why problems are left out; they count as unanswered."""
-    if refused:
-        identifier, reason = refused[0]
+def refused_rows(job: Job, refused: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """Rows of the problems that the model cannot be asked: empty answers, which count as wrong."""
+    left = [pair for pair in refused if pair[0] not in job.finished]
+    if left:
+        identifier, reason = left[0]
         print(
-            f"dlm-decode: {len(refused)} problems cannot be asked, first {identifier}: {reason}",
+            f"dlm-decode: {len(left)} of {job.protocol.name}'s problems cannot be asked and count"
+            f" as wrong; the first, {identifier}: {reason}",
             file=sys.stderr,
         )
+    for identifier, reason in left:
+        yield {
+            "id": identifier, "text": "", "ids": [], "finish_reason": REFUSED, "reason": reason,
+            "forwards": 0, "forwards_by_kind": {}, "computed_positions": 0, "tokens": 0,
+            "seconds": 0.0, "decode_s": 0.0, "ttfb_s": None, "prompt_tokens": None,
+        }  # fmt: skip

@@ -77,7 +77,7 @@ def _mbpp_programs(protocol: Protocol, problem: Problem, text: str) -> Mapping[s
     record = problem.record
     tail = [record.get("test_setup_code", ""), *record["test_list"]]
     head = record.get("test_imports", [])
-    solutions = {"raw": cut(text, protocol.stops), "extracted": extract(text)}
+    solutions = {"raw": cut(text, protocol.stops), "extracted": extract(problem.prefix + text)}
     return {name: assemble([*head, code, *tail]) for name, code in solutions.items()}
 
 
@@ -88,7 +88,7 @@ def _humaneval_programs(protocol: Protocol, problem: Problem, text: str) -> Mapp
     record = problem.record
     test = [record["test"], f"check({record['entry_point']})"]
     raw = cut(text, [*protocol.stops, "```"] if problem.prefix else protocol.stops)
-    extracted = extract(text)
+    extracted = extract(problem.prefix + text)
     continued = record["prompt"] + raw
     whole = record["prompt"] + "\n" + extracted if _defines(extracted) else continued
     return {"raw": assemble([continued, *test]), "extracted": assemble([whole, *test])}
