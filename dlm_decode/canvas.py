@@ -38,13 +38,15 @@ def build_canvas(
     *,
     wide: bool,
     decided: bool,
+    window: bool,
     draw: Draw,
     horizons: Sequence[int],
 ) -> tuple[Canvas, list[np.ndarray]]:
     """The canvas of `rows`, and for each row the absolute positions whose logits are read.
 
     Those are the eligible positions, with `wide` (scope "canvas") all masked ones that the plan
-    computes, and with `decided` the decided editable ones too. Without `wide` nothing beyond a
+    computes, with `decided` the decided editable ones too, and with `window` the window's masked
+    ones that are not eligible. Without `wide` nothing beyond a
     row's own window is marked, however wide the windows of the rows beside it are.
     """
     count = len(rows)
@@ -67,6 +69,8 @@ def build_canvas(
         read = (
             eligible | (_limits(row, plans[i]) & row.editable & computed) if decided else eligible
         )
+        if window:
+            read = read | (row.masked & computed & _limits(row, None))
         if wide:
             read = (row.editable if decided else row.masked) & computed
             read[: base[i]] = read[stop:] = False
@@ -82,11 +86,11 @@ def _predicted(query: np.ndarray, shift: int, length: int) -> np.ndarray:
     return found[found < length]
 
 
-def _limits(row: Row, plan: RowPlan) -> np.ndarray:
+def _limits(row: Row, plan: RowPlan | None) -> np.ndarray:
     """Positions of the row's window, narrowed by the plan."""
     inside = np.zeros(row.length, dtype=bool)
     inside[row.window.start : row.window.stop] = True
-    if plan.only is not None:
+    if plan is not None and plan.only is not None:
         inside[: plan.only[0]] = inside[plan.only[1] :] = False
     return inside
 

@@ -25,7 +25,7 @@ from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import DiffusionLM
-from dlm_decode.outcome import Settled, settle
+from dlm_decode.outcome import Settled, permitted, settle
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.rows import Row, TurnRecord
 from dlm_decode.samplers import Sampler
@@ -46,6 +46,7 @@ OFFERED = frozenset(
         "decided",
         "soft_embeddings",
         "shadow",
+        "window",
     }
 )
 """Needs of a sampler that this engine can meet."""
@@ -135,6 +136,7 @@ class Engine:
             self.model,
             wide=self.sampler.scope == "canvas",
             decided="decided" in self.sampler.needs,
+            window="window" in self.sampler.needs,
             draw=self.draw,
             horizons=[self._horizon(row) for row in rows],
         )
@@ -150,6 +152,8 @@ class Engine:
         decision, state.memory = self.sampler.decide(canvas, output, memory)
         finishing = torch.tensor([r.finishing for r in rows], device=canvas.tokens.device)
         first = output if scope.branches == 1 else output.branch(0)
+        if "window" in self.sampler.needs and self.sampler.scope == "block":
+            first = permitted(canvas, first)
         settled = settle(canvas, first, decision, finishing)
         outcome = _outcome(canvas, settled, first, decision, focus).cpu()
         received = _Outcome.received(outcome, len(rows), state.width)
@@ -437,7 +441,9 @@ def _scope(
         return Scope(base, width, (1,) * len(rows))
     most = query.branches
     counts = tuple(
-        min(row.branches if plan.kind in ("full", "window") else 1, most) if query.adaptive else most
+        min(row.branches if plan.kind in ("full", "window") else 1, most)
+        if query.adaptive
+        else most
         for row, plan in zip(rows, plans, strict=True)
     )
     replaced = query.tokens is not None or query.mix_ids is not None

@@ -51,6 +51,13 @@ def settle(
     return Settled(codes, tokens.masked_fill(codes == REMASK, canvas.mask_id))
 
 
+def permitted(canvas: Canvas, output: Output) -> Output:
+    """The output without the masks that this turn may not commit: those read for "window" alone."""
+    seen = canvas.eligible | ~canvas.masked
+    seen = seen.view(seen.shape[0], *[1] * (output.valid.ndim - 2), seen.shape[1])
+    return Output({**output.stats, "valid": output.valid & seen})
+
+
 def _changes(
     canvas: Canvas, decision: Decision, named: Tensor, finishing: Tensor | None
 ) -> tuple[Tensor, Tensor]:

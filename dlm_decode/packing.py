@@ -230,8 +230,7 @@ def _groups(
         elif kind == "own":
             yield Group(start, len(run), query, own=True, mask=mask)
         elif kind == "branch":
-            places = np.stack([e.slot.places[e.outside()] for e in run if e.slot is not None])
-            yield Group(start, len(run), query, True, keys, context=send(places), mask=mask)
+            yield from _branch_groups(run, start, query, keys, send)
         else:
             yield from _window_groups(run, start, query, keys, mask, send)
 
@@ -261,6 +260,37 @@ def _hooked_group(
         positions=send(entry.plan.query),
         order=send(np.argsort(np.concatenate([seen, entry.plan.query]))) if own else None,
     )
+
+
+def _branch_groups(
+    run: Sequence[Entry],
+    start: int,
+    query: int,
+    keys: int,
+    send: Callable[[np.ndarray], Tensor],
+) -> Iterator[Group]:
+    """The branches of a row as one row of queries, so that its stored context is read once.
+
+    Each branch sees that context and itself, which a mask says. Rows of as many branches are
+    attended together.
+    """
+    for branches, members in groupby(run, key=lambda e: e.branches):
+        entries = list(members)
+        rows = entries[::branches]
+        places = np.stack([e.slot.places[e.outside()] for e in rows if e.slot is not None])
+        masks = np.stack([_branch_mask(e, keys) for e in rows])[:, None]
+        count = branches * query
+        yield Group(start, len(rows), count, True, keys, context=send(places), mask=send(masks))
+        start += len(entries) * query
+
+
+def _branch_mask(entry: Entry, keys: int) -> np.ndarray:
+    """Which of `keys` stored keys, then of the branches' own, each query sees, all R branches'."""
+    query, branches = len(entry.plan.query), entry.branches
+    seen = entry.mask()
+    seen = np.ones((query, keys + query), dtype=bool) if seen is None else seen
+    own = np.kron(np.eye(branches, dtype=bool), seen[:, keys:])
+    return np.concatenate([np.tile(seen[:, :keys], (branches, 1)), own], axis=1)
 
 
 def _mask(run: Sequence[Entry], send: Callable[[np.ndarray], Tensor]) -> Tensor | None:

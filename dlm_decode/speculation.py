@@ -177,33 +177,47 @@ def _ratio(whole: float, part: float) -> float:
     return round(part / whole, 4) if whole else 0.0
 
 
+Timed = tuple[list["Generation"], float]
+"""Results and the seconds that all of them took together."""
+
+
 def audit_lossless(decoder: Decoder, requests: Sequence[Request]) -> LosslessReport:
     """Decode the requests with the decoder's `self_speculative` and with its inner alone."""
-    sampler = decoder.parts.sampler
-    inner: Sampler = sampler.inner  # type: ignore[attr-defined]
-    plain, plain_s = _timed(with_sampler(decoder, inner), requests)
-    ahead, ahead_s = _timed(decoder, requests)
-    pairs = list(zip(plain, ahead, requests, strict=True))
-    apart = [
-        _divergence(decoder, inner, a, b, request)
-        for a, b, request in pairs
-        if _decided(a) != _decided(b)
-    ]
-    return LosslessReport(
-        len(pairs),
-        len(pairs) - len(apart),
-        (sum(r.forwards for r in plain), sum(r.forwards for r in ahead)),
-        tuple(sum(r.trace.computed_positions for r in run) for run in (plain, ahead)),  # type: ignore[arg-type]
-        (plain_s, ahead_s),
-        sum(r.trace.drafted or 0 for r in ahead),
-        sum(r.trace.accepted or 0 for r in ahead),
-        tuple(apart),
-    )
+    inner: Sampler = decoder.parts.sampler.inner  # type: ignore[attr-defined]
+    plain = with_sampler(decoder, inner)
+    return compared(plain, requests, timed(plain, requests), timed(decoder, requests))
 
 
-def _timed(decoder: Decoder, requests: Sequence[Request]) -> tuple[list[Generation], float]:
+def timed(decoder: Decoder, requests: Sequence[Request]) -> Timed:
+    """The requests decoded, and the seconds."""
     began = time.perf_counter()
     return decoder.generate(requests), time.perf_counter() - began
+
+
+def compared(
+    decoder: Decoder, requests: Sequence[Request], plain: Timed, ahead: Timed
+) -> LosslessReport:
+    """Compare what the plain `decoder` and one with speculation made of the same requests."""
+    runs = plain[0], ahead[0]
+    apart = [
+        _divergence(decoder, a, b, request)
+        for a, b, request in zip(*runs, requests, strict=True)
+        if _decided(a) != _decided(b)
+    ]
+    forwards, positions = (
+        (sum(of(r) for r in runs[0]), sum(of(r) for r in runs[1]))
+        for of in (lambda r: r.forwards, lambda r: r.trace.computed_positions)
+    )
+    return LosslessReport(
+        len(requests),
+        len(requests) - len(apart),
+        forwards,
+        positions,
+        (plain[1], ahead[1]),
+        sum(r.trace.drafted or 0 for r in ahead[0]),
+        sum(r.trace.accepted or 0 for r in ahead[0]),
+        tuple(apart),
+    )
 
 
 def _decided(result: Generation) -> Any:
@@ -215,14 +229,12 @@ def _choice(step: Step) -> tuple[dict[int, int], tuple[int, ...]]:
     return dict(zip(step.positions, step.tokens, strict=True)), tuple(sorted(step.remasked))
 
 
-def _divergence(
-    decoder: Decoder, inner: Sampler, a: Generation, b: Generation, request: Request
-) -> Divergence:
+def _divergence(decoder: Decoder, a: Generation, b: Generation, request: Request) -> Divergence:
     mine, other = ([_choice(step) for step in r.trace.steps] for r in (a, b))
     same = sum(_agreeing(mine, other))
     if same >= min(len(mine), len(other)):
         return Divergence(a.id, same, None)
-    _, notes = watch(decoder, inner, request)
+    _, notes = watch(decoder, decoder.parts.sampler, request)
     return Divergence(a.id, same, _gap(notes[same], mine[same][0], other[same][0]))
 
 

@@ -117,7 +117,8 @@ class Output:
     `q_entropy` of the tempered and top-k/top-p filtered law), "logits" `(B, W, V)` fp32 with banned
     ids at -inf, "hidden" `(B, W, D)`, "attention" `(B, W, N)` (of the outputs that predict the
     window, over absolute positions, averaged over heads and the sampler's `attention_layers`);
-    "decided" asks for statistics of decided positions too, "shadow" for `shadow_top1`, `shadow_p1`,
+    "decided" asks for statistics of decided positions too, "window" for those of masks that may not
+    be committed this turn, "shadow" for `shadow_top1`, `shadow_p1`,
     `shadow_lse` and `shadow_probed`, predicted without seeing what stands at the position. At
     temperature > 0 also `sampled` (id), `p_sampled` and, with "filtered", `q_sampled`. `q2` needs
     "p2" beside "filtered", `q_entropy` "entropy". Asking for what was not declared raises

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from dlm_decode.drafts import (
 )
 from dlm_decode.errors import OptionError
 from dlm_decode.options import option
-from dlm_decode.outcome import blend, ended, next_canvas, settle
+from dlm_decode.outcome import blend, ended, next_canvas, permitted, settle
 from dlm_decode.samplers import SAMPLERS, Sampler, Wrapper, in_window, layers
 from dlm_decode.tree import where_rows
 from dlm_decode.types import Canvas, Decision, Output, Query
@@ -103,7 +103,7 @@ class SelfSpeculative(Wrapper):
     def own_needs(self) -> frozenset[str]:
         revoking = {"decided"} if self._revokes else set()
         second = {"top2"} if self.drafter == "graph" and self._nodes.second else set()
-        return frozenset(revoking | second)
+        return frozenset({"window"} | revoking | second)
 
     @property
     def _revokes(self) -> bool:
@@ -128,9 +128,10 @@ class SelfSpeculative(Wrapper):
         drafts = self.query(canvas, state).tokens
         assert drafts is not None
         branched = output if output.valid.ndim == 3 else _unsqueezed(output)
+        allowed = permitted(canvas, branched) if self.scope == "block" else branched
         walk = _start(canvas, state)
         for _ in range(self.max_states):
-            walk = self._step(walk, canvas, branched, drafts)
+            walk = self._step(walk, canvas, allowed, drafts)
         following, branches = self._drafts(walk, _at(branched, walk.branch))
         decision = _decision(canvas, walk, branches)
         return decision, {"own": following, "inner": walk.state["inner"]}
@@ -167,14 +168,15 @@ class SelfSpeculative(Wrapper):
 
     def _drafts(self, walk: Walk, seen: Output) -> tuple[Tensor, Tensor]:
         """Drafts `(B, K, W)` of the next turn, and how many states to forward then, `(B,)`."""
-        canvas, one = walk.canvas, torch.ones_like(walk.steps)
+        one, inside = torch.ones_like(walk.steps), in_window(walk.canvas)
+        canvas = replace(walk.canvas, eligible=walk.canvas.masked & inside & seen.valid)
         if self.max_states == 1:
             return canvas.tokens[:, None], one
         if self.drafter == "graph":
             drafts, useful = instantiate(self._nodes, canvas, seen)
         else:
-            drafts, useful = self._chain(walk, seen)
-        foreseen = (canvas.masked & in_window(canvas)).any(-1) & (canvas.horizon > 1) & ~walk.done
+            drafts, useful = self._chain(canvas, seen, walk.state)
+        foreseen = (canvas.masked & inside).any(-1) & (canvas.horizon > 1) & ~walk.done
         likely = odds(canvas, seen, drafts)
         likely = likely.masked_fill(~(useful & foreseen[:, None]), -1.0)
         likely, order = torch.sort(likely, dim=-1, descending=True, stable=True)
@@ -184,13 +186,12 @@ class SelfSpeculative(Wrapper):
         spare = canvas.tokens[:, None].expand(-1, 1 + missing, -1)
         return torch.cat([spare[:, :1], drafts, spare[:, 1:]], dim=1), one + count
 
-    def _chain(self, walk: Walk, seen: Output) -> tuple[Tensor, Tensor]:
+    def _chain(self, canvas: Canvas, seen: Output, state: Any) -> tuple[Tensor, Tensor]:
         """The states `(B, K - 1, W)` that the inner would reach if predictions stayed as they are.
 
         And which of them are worth a forward: not those that end the block or the plan.
         """
-        canvas, state = walk.canvas, walk.state
-        drafts, useful, is_open = [], [], torch.ones_like(walk.live)
+        drafts, useful, is_open = [], [], torch.ones_like(canvas.horizon, dtype=torch.bool)
         for _ in range(self.max_states - 1):
             decision, inner = self.inner_decide(canvas, seen, state)
             there = next_canvas(canvas, seen, settle(canvas, seen, decision))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.api import Decoder
+from dlm_decode.caches import CachePolicy
 from dlm_decode.compose import create_chain
 from dlm_decode.models import Attend, DiffusionLM
 from dlm_decode.models.toy import random_dream, random_llada
@@ -45,6 +46,12 @@ INNERS: list[tuple[str, dict[str, Any]]] = [
     ("prophet+llada", {"prophet": {"early": 4.0, "mid": 3.0, "late": 1.5}}),
     ("sched+threshold", {"sched": {"average": "all"}}),
     ("early_stop+threshold", {"threshold": {"threshold": 0.5}}),
+    ("remdm", {}),
+    ("rcr", {}),
+    ("edit", {}),
+    ("r2+threshold", {}),
+    ("ccd", {}),
+    ("dcd", {}),
 ]
 
 
@@ -114,9 +121,9 @@ def model_of(name: str) -> DiffusionLM:
     """Tiny fp64 models; "tied" has logits so coarse that confidences tie, and are small."""
     if name == "dream":
         return random_dream(
-            3, layers=1, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64
+            3, layers=2, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64
         )
-    model = random_llada(2, layers=1, hidden=16, heads=2, vocab=32, dtype=torch.float64)
+    model = random_llada(2, layers=2, hidden=16, heads=2, vocab=32, dtype=torch.float64)
     return Rounded(model) if name == "tied" else model
 
 
@@ -157,13 +164,13 @@ class Run:
         name, options = INNERS[self.inner]
         return self.revoking or create_chain(name, options)
 
-    def decode(self, sampler: Sampler) -> list[Generation]:
-        cache_name, options = CACHES[self.cache]
+    def decode(self, sampler: Sampler, cache: CachePolicy | None = None) -> list[Generation]:
+        name, options = CACHES[self.cache]
         decoder = Decoder(
             model_of(self.model),
             sampler,
-            cache_name,
-            options=options,
+            cache or name,
+            options=None if cache else options,
             temperature=self.temperature,
             cfg_scale=self.cfg_scale,
             max_batch_size=self.batch,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlm_decode import packing
 from dlm_decode.api import Decoder
 from dlm_decode.attention import PackedAttention
 from dlm_decode.errors import CapabilityError
@@ -17,6 +18,7 @@ from dlm_decode.models.toy import random_dream, random_llada
 from dlm_decode.samplers import Sampler
 from dlm_decode.scores import best, commit_candidates
 from dlm_decode.types import Canvas, Decision, Output, Request
+from tests.support import attention
 
 REQUESTS = [
     Request([5, 6, 7], gen_length=12, block_length=4, id="a"),
@@ -148,3 +150,46 @@ def test_attention_with_guidance_is_refused() -> None:
     decoder = Decoder(random_llada(0), Looking(seen=([],)), cfg_scale=1.0)
     with pytest.raises(CapabilityError, match="guidance"):
         decoder.generate(REQUESTS[0])
+
+
+def test_branches_read_their_context_once_and_see_it_and_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Against attention row by row: each branch over a copy of the row's context and its window.
+
+    Rows of different lengths and numbers of branches, grouped heads, in every layer and turn.
+    """
+    counts: set[int] = set()
+    entries = packing._entries
+    made: list[list[packing.Entry]] = []
+
+    def noting(*args: Any) -> Any:
+        made.append(sorted(entries(*args), key=lambda e: e.shape))
+        return made[-1]
+
+    attend = PackedAttention.__call__
+
+    def checking(self: PackedAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, start = attend(self, layer, q, k, v), 0
+        for entry in made[-1]:
+            span = slice(start, start := start + len(entry.plan.query))
+            if entry.branches > 1 and entry.slot is not None and entry.plan.kind == "window":
+                places = torch.from_numpy(entry.slot.places[entry.outside()])
+                assert self._store is not None
+                keys, values = (
+                    torch.cat([pool[layer][places], x[span]])
+                    for pool, x in ((self._store.keys, k), (self._store.values, v))
+                )
+                expected = attention(q[span], keys, values)
+                torch.testing.assert_close(out[span], expected, rtol=0, atol=1e-12)
+                counts.add(entry.branches)
+        return out
+
+    monkeypatch.setattr(packing, "_entries", noting)
+    monkeypatch.setattr(PackedAttention, "__call__", checking)
+    for name, cache in (("grouped", "dual"), ("dream", "prefix")):
+        options = {"max_states": 4, "min_acceptance": 0.05}
+        Decoder(
+            MODELS[name](), "self_speculative+llada", cache, options=options, debug=True
+        ).generate(REQUESTS)
+    assert len(counts) > 1
