@@ -21,6 +21,7 @@ from dlm_decode.registry import Registry
 from dlm_decode.rows import Row, check_request, make_row
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import SCHEDULES, Schedule
+from dlm_decode.storage import Storage
 from dlm_decode.types import Draw, Frame, Generation, Request
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Decoder:
         seed: int = 0,
         max_batch_size: int = 8,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        storage: Storage | None = None,
         debug: bool = False,
     ) -> None:
         """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit.
@@ -126,6 +128,7 @@ class Decoder:
             cfg_scale=float(_checked("cfg_scale", cfg_scale, (int, float), low=0)),
             max_batch_size=_checked("max_batch_size", max_batch_size, int, low=1),
             debug=debug,
+            storage=storage or Storage(),
         )
 
     def request(self, prompt: Prompt, *, chat: bool = True, **settings: Any) -> Request:

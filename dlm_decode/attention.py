@@ -28,8 +28,6 @@ class Group:
     `mask (rows, 1, query, keys)` bool, where given, tells which of the keys each query sees.
     `sources (rows, C)` are packed tokens of this forward, whose K/V are seen in place of stored
     ones.
-    `sources (rows, C)` are packed tokens of this forward, whose K/V are seen in place of stored
-    ones.
 
     A group with a `hook` is one row: the pool indices of its `places (N,)` and the `positions
     (query,)` of its queries, for a choice of keys per layer. `is_first`: the hook may look on, at
@@ -45,7 +43,6 @@ class Group:
     base: int | None = None
     stride: int = 0
     mask: Tensor | None = None
-    sources: Tensor | None = None
     sources: Tensor | None = None
     hook: LayerHook | None = None
     is_first: bool = False
@@ -132,8 +129,6 @@ class PackedAttention:
         queries = _rows_first(q[span], group.rows)
         kept = self._kept(group, layer)
         keys, values = self._context(group, layer, kept, q.dtype)
-        if group.sources is not None:
-            keys, values = (rearrange(x[group.sources], "b n g k -> b g n k") for x in (k, v))
         if group.sources is not None:
             keys, values = (rearrange(x[group.sources], "b n g k -> b g n k") for x in (k, v))
         if group.own:

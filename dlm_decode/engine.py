@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
-from dlm_decode.kv import KVStore, page_bytes, pages_of
-from dlm_decode.memory import require_bytes
+from dlm_decode.kv import KVStore
 from dlm_decode.models import DiffusionLM
 from dlm_decode.outcome import Settled, permitted, settle
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
@@ -31,6 +30,7 @@ from dlm_decode.rows import Row, TurnRecord
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
 from dlm_decode.shadows import with_shadows
+from dlm_decode.storage import Residents, Storage
 from dlm_decode.tree import select_rows, where_rows
 from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
 
@@ -51,15 +51,14 @@ OFFERED = frozenset(
 )
 """Needs of a sampler that this engine can meet."""
 
-PAGE_LENGTH = 32
-
 
 @dataclass(frozen=True)
 class Engine:
     """A model with one sampler, cache policy and schedule; `run` decodes rows with them.
 
     `cfg_scale` > 0 adds an unconditional lane to every row (logits u + (1 + scale)(c - u)).
-    `debug` checks each plan and decision against the invariants, at the cost of syncs.
+    `storage` says how K/V are kept. `debug` checks each plan and decision against the invariants,
+    at the cost of syncs.
     """
 
     model: DiffusionLM
@@ -70,6 +69,7 @@ class Engine:
     cfg_scale: float = 0.0
     max_batch_size: int = 8
     debug: bool = False
+    storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:
         unmet = self.sampler.needs - OFFERED
@@ -79,6 +79,7 @@ class Engine:
                 f"(offered: {', '.join(sorted(OFFERED))})"
             )
         check_fit(self.cache, self.model.info)
+        self.storage.check(self.cache, self.model, self.lanes)
 
     @property
     def lanes(self) -> int:
@@ -92,7 +93,7 @@ class Engine:
         """
         if not rows:
             return
-        state = _Flight(self._store(rows), window_width(rows, self.sampler, self.schedule))
+        state = _Flight(self._residents(rows), window_width(rows, self.sampler, self.schedule))
         waiting = deque(rows)
         try:
             while waiting or state.rows:
@@ -104,24 +105,18 @@ class Engine:
             for row in state.rows:
                 state.release(row)
 
-    def _store(self, rows: Sequence[Row]) -> KVStore | None:
-        """A store for the most positions that can be in flight at once, or None."""
+    def _residents(self, rows: Sequence[Row]) -> Residents | None:
+        """A store for what can be in flight at once, or None."""
         if not self.cache.stores:
             return None
-        info, dtype = self.model.info, self.model.dtype
-        needed = sorted((pages_of(r.length, PAGE_LENGTH) for r in rows), reverse=True)
-        pages = self.lanes * sum(needed[: self.max_batch_size])
-        size = page_bytes(info, PAGE_LENGTH, dtype.itemsize)
-        what = f"K/V of {min(len(rows), self.max_batch_size)} rows"
-        remedy = "lower the batch size or the lengths"
-        require_bytes(pages * size, self.model.device, what, remedy)
-        return KVStore(
-            info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=self.model.device
+        return Residents.open(
+            rows, self.model, self.storage, lanes=self.lanes, batch=self.max_batch_size
         )
 
     def _admit(self, state: _Flight, waiting: deque[Row]) -> None:
-        while waiting and len(state.rows) < self.max_batch_size:
-            state.admit(waiting.popleft(), self.lanes)
+        """Let rows in, in their order, while there are places in the batch and in the store."""
+        while waiting and len(state.rows) < self.max_batch_size and state.admit(waiting[0]):
+            waiting.popleft()
 
     def _turn(self, state: _Flight) -> None:
         """One forward for all rows in flight, and what follows from it."""
@@ -222,6 +217,8 @@ class Engine:
         ids, embeds = self._inputs(packed, query)
         hidden = self.model.forward(ids, packed.positions, attend, embeds=embeds)
         record_writes(state.rows, plans)
+        if state.residents is not None:
+            state.residents.after_forward(state.rows)
         for row, hook in zip(state.rows, hooks, strict=True):
             row.memory = row.memory if hook is None else hook.memory()
         scored = _scored(state.rows, readable, packed, canvas, query, scope)
@@ -355,25 +352,29 @@ class Engine:
 class _Flight:
     """What one call of `run` holds between turns."""
 
-    def __init__(self, store: KVStore | None, width: int) -> None:
-        self.store = store
+    def __init__(self, residents: Residents | None, width: int) -> None:
+        self.residents = residents
         self.width = width
         self.rows: list[Row] = []
         self.memory: Any = ()
         self.count = 0
         self.done: list[bool] = []
 
-    def admit(self, row: Row, lanes: int) -> None:
-        if self.store is not None:
-            row.slots = tuple(self.store.allocate(row.length) for _ in range(lanes))
+    @property
+    def store(self) -> KVStore | None:
+        return None if self.residents is None else self.residents.store
+
+    def admit(self, row: Row) -> bool:
+        """Take the row in; False while the store has no room for it."""
+        if self.residents is not None and not self.residents.admit(row):
+            return False
         row.started_s = time.perf_counter()
         self.rows.append(row)
+        return True
 
     def release(self, row: Row) -> None:
-        slots, row.slots = row.slots, ()
-        if self.store is not None:
-            for slot in slots:
-                self.store.release(slot)
+        if self.residents is not None:
+            self.residents.release(row)
 
 
 def _scored(

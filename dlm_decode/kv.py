@@ -3,11 +3,15 @@
 A row takes whole pages, side by side when it can, so that attention reads them as a view; a row
 whose pages are scattered is gathered. K are stored after RoPE and written in place: positions
 never move in a masked diffusion model, so nothing is ever rotated or copied again.
+
+Pages are counted: a fork of a row and rows that begin alike hold the same pages, and whoever means
+to write into one that others hold takes a copy of it first (`own`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,47 +50,101 @@ class KVStore:
     ) -> None:
         shape = (pages * page_length, info.kv_heads, info.head_size)
         self.page_length = page_length
-        self._free = np.ones(pages, dtype=bool)
+        self._holders = np.zeros(pages, dtype=np.int64)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(info.layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(info.layers)]
 
     @property
     def free_pages(self) -> int:
-        return int(self._free.sum())
+        return int((self._holders == 0).sum())
 
-    def allocate(self, length: int) -> Slot:
-        """A slot for `length` positions. Raises `CapacityError` when too few pages are free."""
-        count = pages_of(length, self.page_length)
+    def allocate(self, length: int, shared: Sequence[int] = ()) -> Slot:
+        """A slot for `length` positions, whose first pages are the `shared` ones of other rows.
+
+        Raises `CapacityError`, and takes nothing, when too few pages are free.
+        """
+        count = pages_of(length, self.page_length) - len(shared)
         pages = self._find(count)
         if pages is None:
             raise CapacityError(
                 f"a row of {length} positions needs {count} pages of {self.page_length}, but only "
                 f"{self.free_pages} are free; lower the batch size or the lengths"
             )
-        self._free[pages] = False
-        offsets = np.arange(self.page_length, dtype=np.int64)
-        places = (pages[:, None] * self.page_length + offsets).reshape(-1)[:length]
-        together = bool((np.diff(pages) == 1).all())
-        base = int(places[0]) if together else None
+        self.hold(shared)
+        self._holders[pages] += 1
         never = np.full(length, -1, dtype=np.int64)
-        return Slot(tuple(pages.tolist()), places, base, never, never.copy())
+        places, base = self._laid_out((*shared, *pages.tolist()), length)
+        return Slot((*shared, *pages.tolist()), places, base, never, never.copy())
+
+    def fork(self, slot: Slot) -> Slot:
+        """Another slot over the same pages; nothing is copied until one of the two is written."""
+        self.hold(slot.pages)
+        return replace(slot, tokens=slot.tokens.copy(), turns=slot.turns.copy())
+
+    def own(self, slot: Slot, positions: np.ndarray) -> Slot:
+        """The slot, with copies of those pages of `positions` that others hold too.
+
+        Raises `CapacityError`, and changes nothing, when too few pages are free for the copies.
+        """
+        touched = np.unique(positions // self.page_length)
+        split = [i for i in touched.tolist() if self._holders[slot.pages[i]] > 1]
+        if not split:
+            return slot
+        fresh = self._find(len(split))
+        if fresh is None:
+            raise CapacityError(
+                f"a write needs copies of {len(split)} shared pages, but only {self.free_pages} "
+                "are free; lower the batch size or the lengths"
+            )
+        pages = list(slot.pages)
+        for i, page in zip(split, fresh.tolist(), strict=True):
+            self._copy(pages[i], page)
+            self._holders[pages[i]] -= 1
+            self._holders[page] += 1
+            pages[i] = page
+        places, base = self._laid_out(tuple(pages), len(slot.places))
+        return replace(slot, pages=tuple(pages), places=places, base=base)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Count one more holder of each page in use."""
+        assert (self._holders[list(pages)] > 0).all(), "a free page can't be shared"
+        self._holders[list(pages)] += 1
 
     def release(self, slot: Slot) -> None:
-        """Give a slot's pages back."""
-        pages = list(slot.pages)
-        assert not self._free[pages].any(), "a slot was released twice"
-        self._free[pages] = True
+        """Give a slot's pages back; those that others hold stay theirs."""
+        self.drop(slot.pages)
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Count one holder less of each page."""
+        assert (self._holders[list(pages)] > 0).all(), "a slot was released twice"
+        self._holders[list(pages)] -= 1
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys`, `values` `(n, G, K)` at the pool indices `places (n,)`."""
-        self.keys[layer].index_copy_(0, places, keys)
-        self.values[layer].index_copy_(0, places, values)
+        kept = self.keys[layer].dtype
+        self.keys[layer].index_copy_(0, places, keys.to(kept))
+        self.values[layer].index_copy_(0, places, values.to(kept))
+
+    def _copy(self, page: int, to: int) -> None:
+        size = self.page_length
+        for pool in (*self.keys, *self.values):
+            pool[to * size : (to + 1) * size] = pool[page * size : (page + 1) * size]
+
+    def _laid_out(self, pages: tuple[int, ...], length: int) -> tuple[np.ndarray, int | None]:
+        """Pool indices of `length` positions in `pages`, and the first one if they are a run."""
+        index = np.asarray(pages, dtype=np.int64)
+        offsets = np.arange(self.page_length, dtype=np.int64)
+        places = (index[:, None] * self.page_length + offsets).reshape(-1)[:length]
+        together = bool((np.diff(index) == 1).all())
+        return places, int(places[0]) if together else None
 
     def _find(self, count: int) -> np.ndarray | None:
         """Free pages, consecutive ones if there are any."""
-        free = np.flatnonzero(self._free)
+        free = np.flatnonzero(self._holders == 0)
         if len(free) < count:
             return None
+        if count == 0:
+            return free[:0]
         ends = free[count - 1 :] - free[: len(free) - count + 1]
         runs = np.flatnonzero(ends == count - 1)
         return free[runs[0] : runs[0] + count] if len(runs) else free[:count]

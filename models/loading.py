@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files as resource_files
 from pathlib import Path
@@ -84,6 +84,20 @@ def load_model(
     model = family.from_published(files, device=device, dtype=dtype)
     fill(model, shards)
     return LoadedModel(model, tokenizer, path)
+
+
+def planned(
+    path_or_hub_id: str | Path, dtype: torch.dtype | None = None
+) -> Callable[[torch.device | str], Family]:
+    """How to allocate a checkpoint's model on a device, without filling it. No weights are read."""
+    path = local_folder(path_or_hub_id)
+    config = read_json(path / "config.json")
+    family = find_family(config)
+    generation = path / "generation_config.json"
+    settings = read_json(generation) if generation.exists() else {}
+    files = Published(config, settings, load_tokenizer(path))
+    found = dtype or configured_dtype(config) or next(iter(weight_shards(path).dtypes.values()))
+    return lambda device: family.from_published(files, device=device, dtype=found)
 
 
 def bundled_model_path() -> Path:

@@ -92,7 +92,7 @@ class Prefix(CachePolicy):
 
     def _lacks_prompt(self, row: RowView) -> bool:
         """Whether the row is new and shares no stored prompt with another one."""
-        return row.since_refresh < 0 and (row.stale is None or bool(row.stale[: row.origin].any()))
+        return row.since_refresh < 0 and (row.stale is None or bool(row.stale[0]))
 
     def _is_due(self, row: RowView) -> bool:
         if row.since_refresh < 0:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlm_decode.errors import CapacityError
@@ -144,3 +144,131 @@ def test_page_bytes_are_those_allocated() -> None:
     held = sum(x.nbytes for x in (*store.keys, *store.values))
     assert held == 5 * page_bytes(INFO, 8, 4)
     assert [pages_of(n, 8) for n in (1, 8, 9, 16)] == [1, 1, 2, 2]
+
+
+# --------------------------------------------------------------------- forks and shared prompts
+
+
+@dataclass
+class Contents:
+    """What each row must read back, whatever happens to rows beside it: `(N,)` numbers, or NaN."""
+
+    store: KVStore
+    rows: list[tuple[Slot, np.ndarray]] = field(default_factory=list)
+    written: int = 0
+
+    def admit(self, length: int, other: int) -> None:
+        """A new row, which shares the whole first page of another one if that is written."""
+        shared: tuple[int, ...] = ()
+        size = self.store.page_length
+        fresh = np.full(length, np.nan)
+        if self.rows and length > size:
+            slot, held = self.rows[other % len(self.rows)]
+            if len(held) > size and not np.isnan(held[:size]).any():
+                shared, fresh[:size] = slot.pages[:1], held[:size]
+        needed = pages_of(length, size) - len(shared)
+        if needed > self.store.free_pages:
+            before = self.store._holders.copy()
+            with pytest.raises(CapacityError, match="are free"):
+                self.store.allocate(length, shared)
+            assert (self.store._holders == before).all(), "a refused row took something"
+            return
+        self.rows.append((self.store.allocate(length, shared), fresh))
+
+    def fork(self, which: int) -> None:
+        slot, held = self.rows[which % len(self.rows)]
+        self.rows.append((self.store.fork(slot), held.copy()))
+
+    def write(self, which: int, start: int, count: int) -> None:
+        """Store numbers never used before, or be refused whole."""
+        place = which % len(self.rows)
+        slot, held = self.rows[place]
+        positions = np.arange(start % len(held), len(held))[:count]
+        try:
+            slot = self.store.own(slot, positions)
+        except CapacityError:
+            return
+        numbers = np.arange(self.written + 1, self.written + 1 + len(positions), dtype=np.float64)
+        self.written += len(positions)
+        new = torch.from_numpy(numbers)[:, None, None].expand(-1, 1, 2)
+        self.store.write(0, torch.from_numpy(slot.places[positions]), new, -new)
+        held[positions] = numbers
+        self.rows[place] = slot, held
+
+    def finish(self, which: int) -> None:
+        self.store.release(self.rows.pop(which % len(self.rows))[0])
+
+    def check(self) -> None:
+        for slot, held in self.rows:
+            known = ~np.isnan(held)
+            keys, values = (pool[0][slot.places, 0, 0].numpy() for pool in self.pools())
+            assert (keys[known] == held[known]).all() and (values[known] == -held[known]).all()
+        in_use = {page for slot, _ in self.rows for page in slot.pages}
+        assert self.store.free_pages == len(self.store._holders) - len(in_use)
+
+    def pools(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.store.keys, self.store.values
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["admit", "admit", "fork", "write", "write", "accept", "revoke", "finish"]),
+        st.integers(0, 30),
+        st.integers(0, 30),
+        st.integers(1, 6),
+    ),
+    min_size=100,
+    max_size=100,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(OPERATIONS)
+def test_ten_thousand_operations_leak_nothing_and_mix_no_rows(
+    operations: list[tuple[str, int, int, int]],
+) -> None:
+    """100 runs of 100: admit (sharing a page), fork, write, accept a fork, revoke it, finish."""
+    info = replace(INFO, layers=1, kv_heads=1, head_size=2)
+    store = KVStore(info, pages=9, page_length=2, dtype=torch.float64, device=torch.device("cpu"))
+    contents = Contents(store)
+    for what, which, where, count in operations:
+        if what == "admit":
+            contents.admit(1 + where % 9, which)
+        elif contents.rows and what == "fork":
+            contents.fork(which)
+        elif contents.rows and what == "write":
+            contents.write(which, where, count)
+        elif contents.rows and what == "accept":  # the fork takes the place of what it came from
+            contents.fork(which)
+            contents.write(len(contents.rows) - 1, where, count)
+            contents.finish(which % (len(contents.rows) - 1))
+        elif contents.rows and what == "revoke":
+            contents.fork(which)
+            contents.write(len(contents.rows) - 1, where, count)
+            contents.finish(len(contents.rows) - 1)
+        elif contents.rows:
+            contents.finish(which)
+        contents.check()
+    while contents.rows:
+        contents.finish(0)
+    assert store.free_pages == 9
+
+
+def test_writing_without_owning_would_mix_rows() -> None:
+    """Negative control: a fork that writes into shared pages changes what the other one reads."""
+    store = store_of(2, 4)
+    slot = store.allocate(4)
+    fork = store.fork(slot)
+    new = torch.ones(1, 1, 4)
+    store.write(0, torch.from_numpy(fork.places[:1]), new, new)
+    assert store.keys[0][slot.places[0]].any()
+    owned = store.own(fork, np.array([0]))
+    assert owned.pages != slot.pages and store.own(slot, np.array([0])) is slot
+
+
+def test_a_fork_keeps_its_own_record_of_what_was_stored() -> None:
+    store = store_of(1, 4)
+    slot = store.allocate(4)
+    fork = store.fork(slot)
+    fork.tokens[0] = 7
+    assert slot.tokens[0] == -1

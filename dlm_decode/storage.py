@@ -1,0 +1,125 @@
+"""Rows in the K/V store: how much of it there is, who is let in, and what prompts share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from dlm_decode.caches import CachePolicy
+from dlm_decode.errors import CapabilityError, CapacityError
+from dlm_decode.kv import KVStore, page_bytes, pages_of
+from dlm_decode.memory import require_bytes
+from dlm_decode.models import DiffusionLM
+from dlm_decode.options import Options, option
+from dlm_decode.rows import Row
+from dlm_decode.sharing import PrefixIndex, check_sharing
+
+PAGE_LENGTH = 32
+
+REMEDY = "lower the batch size or the lengths"
+
+
+@dataclass(frozen=True)
+class Storage(Options):
+    """How K/V are kept. Attention computes in the model's dtype whatever they are stored in."""
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("model", "float64", "float32", "float16", "bfloat16")
+
+    dtype: str = option(
+        "model", "what K/V are stored as: the model's dtype or this", choices=DTYPES
+    )
+    max_bytes: int | None = option(
+        None,
+        "most bytes for K/V: rows wait for free pages, shared prompts stay beyond their rows while "
+        "there is room (none: what the batch needs)",
+        low=1,
+    )
+    share_prompts: bool = option(False, "rows whose prompts begin alike share those K/V")
+    frozen_prompt: bool = option(
+        False, "share them under full attention too, where that is an approximation"
+    )
+
+    def stored_dtype(self, model: DiffusionLM) -> torch.dtype:
+        """The dtype of the store for this model."""
+        return model.dtype if self.dtype == "model" else getattr(torch, self.dtype)
+
+    def check(self, cache: CachePolicy, model: DiffusionLM, lanes: int) -> None:
+        """Raise `CapabilityError` for sharing that can't be done."""
+        if not self.share_prompts:
+            return
+        if lanes > 1:
+            raise CapabilityError(
+                "prompts can't be shared under guidance: its second lane has none"
+            )
+        check_sharing(cache, model.info, frozen_prompt=self.frozen_prompt)
+
+
+class Residents:
+    """The store of one run, and the rows that have a place in it."""
+
+    def __init__(self, store: KVStore, *, lanes: int, shares: bool) -> None:
+        self.store = store
+        self._lanes = lanes
+        self._index = PrefixIndex(store) if shares else None
+
+    @classmethod
+    def open(
+        cls, rows: Sequence[Row], model: DiffusionLM, storage: Storage, *, lanes: int, batch: int
+    ) -> Residents:
+        """A store for `batch` rows of these, or for as many as `max_bytes` hold.
+
+        Raises `CapacityError` with the numbers for a row that it could never hold, or for more
+        bytes than there are.
+        """
+        info, dtype = model.info, storage.stored_dtype(model)
+        needed = sorted((pages_of(r.length, PAGE_LENGTH) for r in rows), reverse=True)
+        size = page_bytes(info, PAGE_LENGTH, dtype.itemsize)
+        pages = lanes * sum(needed[:batch])
+        if storage.max_bytes is not None:
+            wanted = sum(needed) if storage.share_prompts else pages
+            pages = min(wanted, storage.max_bytes // size)
+            _require_pages(lanes * needed[0], pages, size)
+        what = f"K/V of {min(len(rows), batch)} rows"
+        require_bytes(pages * size, model.device, what, REMEDY)
+        store = KVStore(
+            info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=model.device
+        )
+        return cls(store, lanes=lanes, shares=storage.share_prompts)
+
+    def admit(self, row: Row) -> bool:
+        """Give the row its place; False, and nothing taken, while too few pages are free."""
+        shared = () if self._index is None else self._index.find(row)
+        self.store.hold(shared)
+        needed = self._lanes * pages_of(row.length, PAGE_LENGTH) - len(shared)
+        if self._index is not None:
+            self._index.make_room(needed)
+        fits = needed <= self.store.free_pages
+        if fits:
+            row.slots = tuple(self.store.allocate(row.length, shared) for _ in range(self._lanes))
+            if self._index is not None:
+                self._index.adopt(row, row.slots[0], len(shared))
+        self.store.drop(shared)
+        return fits
+
+    def after_forward(self, rows: Sequence[Row]) -> None:
+        """Keep prompts that are now stored for rows that come later."""
+        if self._index is not None:
+            for row in rows:
+                self._index.enter(row)
+
+    def release(self, row: Row) -> None:
+        """Give the row's place back."""
+        slots, row.slots = row.slots, ()
+        for slot in slots:
+            self.store.release(slot)
+
+
+def _require_pages(needed: int, pages: int, size: int) -> None:
+    if needed > pages:
+        raise CapacityError(
+            f"the longest row needs {needed} pages of K/V ({needed * size / 2**20:.1f} MiB), but "
+            f"max_bytes leaves {pages} ({pages * size / 2**20:.1f} MiB): raise it or shorten it"
+        )
