@@ -70,16 +70,17 @@ class Draft:
         )
 
     def laws(self, vocab_size: int, device: torch.device) -> Tensor:
-        """log q `(g, V)` that verification may use: as stated where recorded, else one-hot."""
+        """log q `(g, V)` fp64 that verification may use: as stated where recorded, else one-hot."""
         tokens = torch.tensor(self.tokens, dtype=torch.long, device=device)
-        certain = torch.full((len(self), vocab_size), -torch.inf, device=device)
+        shape = (len(self), vocab_size)
+        certain = torch.full(shape, -torch.inf, dtype=torch.float64, device=device)
         certain.scatter_(1, tokens[:, None], 0.0)
         if self.log_q is None:
             return certain
         stated = torch.full_like(certain, -torch.inf)
         width = min(vocab_size, self.log_q.shape[1])
-        stated[:, :width] = self.log_q[:, :width]
-        keep = torch.tensor(recorded(self.steps), device=device)
+        stated[:, :width] = self.log_q[:, :width].to(device)
+        keep = torch.tensor(recorded(self.steps), dtype=torch.bool, device=device)
         return torch.where(keep[:, None], stated, certain)
 
 

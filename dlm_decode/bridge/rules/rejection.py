@@ -71,7 +71,7 @@ class Rejection(Rule):
 def laws(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """p `(g + 1, V)` and q `(g, V)` in fp64, and the tokens `(g,)`."""
     device = case.log_p.device
-    q = case.draft.laws(case.log_p.shape[1], device).double().exp()
+    q = case.draft.laws(case.log_p.shape[1], device).exp()
     tokens = torch.tensor(case.draft.tokens, dtype=torch.long, device=device)
     return case.log_p.double().softmax(-1), q, tokens
 
