@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from dlm_decode.tasks import get_family, held_out
+import dlm_decode.tasks
+from dlm_decode.tasks import get_family, held_out, verify
 from dlm_decode.training.data import Corpus, NoiseConfig, causal_batch, diffusion_batch
 from dlm_decode.training.decode import accuracy, decode_causal, decode_diffusion
 from dlm_decode.training.export import export_causal, export_diffusion
@@ -22,6 +23,7 @@ from dlm_decode.training.models import ModelConfig, TinyTransformer, to_diffusio
 from dlm_decode.training.optim import orthogonalise, schedule
 from dlm_decode.training.tokenizer import ASSISTANT, build_tokenizer, padded_vocab_size
 
+ASSETS = Path(dlm_decode.tasks.__file__).parents[1] / "assets"
 WEIGHTS = {"lists": 1.0, "grids": 1.0, "mini-gsm8k": 1.0}
 
 
@@ -240,6 +242,24 @@ def test_decoding_a_row_alone_or_in_a_batch_is_the_same(
 def test_accuracy_judges_every_item(corpus: Corpus, model: TinyTransformer) -> None:
     items = held_out("lists", 5)
     assert accuracy(model, corpus, items, per_step=8, rows=2) == [False] * 5
+
+
+def test_the_shipped_models_use_the_tokenizer_the_script_builds() -> None:
+    """Also a guard on the generators: a change to them may change the tokenizer."""
+    built = build_tokenizer()
+    for name in ("tiny-ar", "tiny-llada"):
+        shipped = AutoTokenizer.from_pretrained(ASSETS / name)
+        assert shipped.get_vocab() == built.get_vocab()
+        assert shipped.chat_template == built.chat_template
+
+
+def test_the_shipped_twin_loads_in_transformers_and_answers() -> None:
+    llama = LlamaForCausalLM.from_pretrained(ASSETS / "tiny-ar", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-ar")
+    item = next(i for i in held_out("lists", 20) if i.meta["operation"] == "copy")
+    ids = tokenizer(f"<|user|>{item.prompt}<|assistant|>", return_tensors="pt").input_ids
+    out = llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16)
+    assert verify(item, tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def _roughen(model: TinyTransformer) -> None:
