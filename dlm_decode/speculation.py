@@ -204,15 +204,14 @@ def compared(
         for a, b, request in zip(*runs, requests, strict=True)
         if _decided(a) != _decided(b)
     ]
-    forwards, positions = (
-        (sum(of(r) for r in runs[0]), sum(of(r) for r in runs[1]))
-        for of in (lambda r: r.forwards, lambda r: r.trace.computed_positions)
+    first, second = (
+        (sum(r.forwards for r in run), sum(r.trace.computed_positions for r in run)) for run in runs
     )
     return LosslessReport(
         len(requests),
         len(requests) - len(apart),
-        forwards,
-        positions,
+        (first[0], second[0]),
+        (first[1], second[1]),
         (plain[1], ahead[1]),
         sum(r.trace.drafted or 0 for r in ahead[0]),
         sum(r.trace.accepted or 0 for r in ahead[0]),
