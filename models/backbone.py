@@ -1,4 +1,4 @@
-"""One bidirectional transformer for all families: RMSNorm, RoPE, grouped queries and SwiGLU.
+"""One transformer for all families: RMSNorm, RoPE, grouped queries, SwiGLU or a mixture of those.
 
 It knows packed tokens only. Rows, masks, positions and stored K/V are the business of the `attend`
 that the engine hands in. Letters as in `dlm_decode.models`, and F for the feed-forward size.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_decode.models import Attend, ModelInfo
+from dlm_decode.models.feed_forward import Experts, ExpertsConfig, SwiGLU, parameter
 from dlm_decode.models.published import SpecialIds
 
 
@@ -25,7 +26,9 @@ class BackboneConfig:
     `embedding_rows` may exceed `vocab_size`: the rows above are padding that is stored but never
     predicted. `rope_full_precision` rotates in the precision of the tables (LLaDA); without it
     cosines and sines are first rounded to the dtype of the activations (Dream). `qk_norm` puts a
-    norm over each head of q and k before RoPE (Qwen3).
+    norm over each head of q and k before RoPE (Qwen3). RoPE turns the first `rope_size` entries of
+    a head (None: all). `fused_qkv` says that checkpoints store q, k and v as one tensor. `experts`
+    replaces the feed-forward layers of size `ffn_size`, except in its dense layers.
     """
 
     vocab_size: int
@@ -43,6 +46,14 @@ class BackboneConfig:
     qk_norm: bool = False
     rope_full_precision: bool = True
     tied: bool = False
+    rope_size: int | None = None
+    fused_qkv: bool = False
+    experts: ExpertsConfig | None = None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The mixture of a layer; None for a dense one."""
+        dense = self.experts is None or layer in self.experts.dense_layers
+        return None if dense else self.experts
 
 
 def model_info(
@@ -66,26 +77,33 @@ def model_info(
 
 
 class Block(nn.Module):
-    """Attention, then SwiGLU, each behind its own norm; the input projections are fused."""
+    """Attention, then feed-forward, each behind its norm; the input projections are fused."""
 
     def __init__(
-        self, config: BackboneConfig, *, device: torch.device | str, dtype: torch.dtype
+        self,
+        config: BackboneConfig,
+        *,
+        layer: int = 0,
+        device: torch.device | str,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.config = config
         width, query_size = config.hidden_size, config.heads * config.head_size
         qkv_size = query_size + 2 * config.kv_heads * config.head_size
-        self.attn_norm = _parameter(width, device=device, dtype=dtype)
-        self.qkv = _parameter(qkv_size, width, device=device, dtype=dtype)
-        self.qkv_bias = (
-            _parameter(qkv_size, device=device, dtype=dtype) if config.qkv_bias else None
-        )
-        norms = (_parameter(config.head_size, device=device, dtype=dtype) for _ in range(2))
+        self.attn_norm = parameter(width, device=device, dtype=dtype)
+        self.qkv = parameter(qkv_size, width, device=device, dtype=dtype)
+        self.qkv_bias = parameter(qkv_size, device=device, dtype=dtype) if config.qkv_bias else None
+        norms = (parameter(config.head_size, device=device, dtype=dtype) for _ in range(2))
         self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
-        self.out = _parameter(width, query_size, device=device, dtype=dtype)
-        self.ff_norm = _parameter(width, device=device, dtype=dtype)
-        self.gate_up = _parameter(2 * config.ffn_size, width, device=device, dtype=dtype)
-        self.down = _parameter(width, config.ffn_size, device=device, dtype=dtype)
+        self.out = parameter(width, query_size, device=device, dtype=dtype)
+        self.ff_norm = parameter(width, device=device, dtype=dtype)
+        experts = config.experts_of(layer)
+        self.feed_forward: SwiGLU | Experts = (
+            SwiGLU(width, config.ffn_size, device=device, dtype=dtype)
+            if experts is None
+            else Experts(experts, width, device=device, dtype=dtype)
+        )
 
     def forward(
         self,
@@ -96,7 +114,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """`x (T, D)` to `(T, D)`; `cos` and `sin` `(T, 1, K)` as `Backbone.rotation` gives them."""
         x = x + self._mix(rms_norm(x, self.attn_norm, self.config.rms_eps), cos, sin, attend)
-        return x + self._feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
+        return x + self.feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
 
     def _mix(
         self,
@@ -119,23 +137,25 @@ class Block(nn.Module):
         q, k = rms_norm(heads[:, :h], self.q_norm, eps), rms_norm(heads[:, h:], self.k_norm, eps)
         return torch.cat((q, k), dim=1)
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
-
     def parts(self) -> dict[str, Tensor]:
         """The tensors that checkpoints store one by one, as views of the fused parameters."""
+        views = self._projections()
+        if self.q_norm is not None and self.k_norm is not None:
+            views |= {"q_norm": self.q_norm.detach(), "k_norm": self.k_norm.detach()}
+        inner = self.feed_forward.parts()
+        last = {"down": inner.pop("down")} if "down" in inner else {}
+        own = {name: getattr(self, name).detach() for name in ("attn_norm", "out", "ff_norm")}
+        return views | inner | own | last
+
+    def _projections(self) -> dict[str, Tensor]:
         c = self.config
+        if c.fused_qkv:
+            return {"qkv": self.qkv.detach()}
         sizes = [n * c.head_size for n in (c.heads, c.kv_heads, c.kv_heads)]
         views = dict(zip("qkv", self.qkv.detach().split(sizes), strict=True))
         if self.qkv_bias is not None:
             biases = self.qkv_bias.detach().split(sizes)
             views |= dict(zip(("q_bias", "k_bias", "v_bias"), biases, strict=True))
-        if self.q_norm is not None and self.k_norm is not None:
-            views |= {"q_norm": self.q_norm.detach(), "k_norm": self.k_norm.detach()}
-        views["gate"], views["up"] = self.gate_up.detach().chunk(2)
-        for name in ("attn_norm", "out", "ff_norm", "down"):
-            views[name] = getattr(self, name).detach()
         return views
 
 
@@ -147,7 +167,7 @@ class Backbone(nn.Module):
     """
 
     names: ClassVar[Mapping[str, str]] = {}
-    """Part -> published tensor name; `{}` stands for the layer."""
+    """Part -> published tensor name; `{}` stands for the layer, a second one for the expert."""
 
     def __init__(
         self,
@@ -161,11 +181,12 @@ class Backbone(nn.Module):
         super().__init__()
         self.config, self.info, self.published = config, info, dict(published)
         table = (config.embedding_rows, config.hidden_size)
-        self.embed = _parameter(*table, device=device, dtype=dtype)
-        blocks = (Block(config, device=device, dtype=dtype) for _ in range(config.layers))
+        self.embed = parameter(*table, device=device, dtype=dtype)
+        layers = range(config.layers)
+        blocks = (Block(config, layer=layer, device=device, dtype=dtype) for layer in layers)
         self.blocks = nn.ModuleList(blocks)
-        self.norm = _parameter(config.hidden_size, device=device, dtype=dtype)
-        self.head = self.embed if config.tied else _parameter(*table, device=device, dtype=dtype)
+        self.norm = parameter(config.hidden_size, device=device, dtype=dtype)
+        self.head = self.embed if config.tied else parameter(*table, device=device, dtype=dtype)
         self._place_angles()
 
     @property
@@ -213,8 +234,12 @@ class Backbone(nn.Module):
             named[self.names["head"]] = self.head.detach()
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            named |= {self.names[part].format(layer): view for part, view in block.parts().items()}
+            named |= {self._name(part, layer): view for part, view in block.parts().items()}
         return named
+
+    def _name(self, part: str, layer: int) -> str:
+        name, _, expert = part.partition("/")
+        return self.names[name].format(layer, expert)
 
     def aliases(self) -> dict[str, str]:
         """Tensors that a checkpoint may repeat: their name -> the name of the one they equal."""
@@ -238,19 +263,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE over the two halves of the last axis of `x (T, heads, K)`, in the wider of the dtypes.
 
-    `sin` is negated in its first half, so that swapping the halves of `x` is all that is left.
+    `sin` is negated in its first half, so that swapping the halves of `x` is all that is left. What
+    lies beyond the width of `cos` is passed through.
     """
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def _angles(config: BackboneConfig, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine of every position and frequency, `(positions, 2, K / 2)`, fp32 or fp64."""
+    """Cosine and sine of every position and frequency, `(positions, 2, R / 2)`, fp32 or fp64.
+
+    R is the part of a head that RoPE turns.
+    """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, config.head_size, 2, dtype=exact) / config.head_size
+    size = config.rope_size or config.head_size
+    exponents = torch.arange(0, size, 2, dtype=exact) / size
     frequencies = 1.0 / config.rope_theta**exponents
     angles = torch.outer(torch.arange(config.max_positions, dtype=exact), frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
-
-
-def _parameter(*shape: int, device: torch.device | str, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)

@@ -70,20 +70,24 @@ def load_model(
     Raises `CheckpointError` for anything amiss with the files, `CapacityError` if they do not fit.
     """
     path = local_folder(path_or_hub_id)
-    config = read_json(path / "config.json")
-    family = find_family(config)
+    family = find_family(read_json(path / "config.json"))
     shards = weight_shards(path)
-    tokenizer = load_tokenizer(path)
-    generation = path / "generation_config.json"
-    files = Published(config, read_json(generation) if generation.exists() else {}, tokenizer)
-    dtype = dtype or configured_dtype(config) or next(iter(shards.dtypes.values()))
+    files = published_files(path)
+    dtype = dtype or configured_dtype(files.config) or next(iter(shards.dtypes.values()))
     plan = family.from_published(files, device="meta", dtype=dtype)
     check_tensors(plan, shards)
-    check_vocabulary(tokenizer, plan.info.vocab_size)
+    check_vocabulary(files.tokenizer, plan.info.vocab_size)
     check_memory(plan, torch.device(device))
     model = family.from_published(files, device=device, dtype=dtype)
     fill(model, shards)
-    return LoadedModel(model, tokenizer, path)
+    return LoadedModel(model, files.tokenizer, path)
+
+
+def published_files(path: Path) -> Published:
+    """What the small files of a folder say, with its tokenizer."""
+    config, generation = read_json(path / "config.json"), path / "generation_config.json"
+    settings = read_json(generation) if generation.exists() else {}
+    return Published(config, settings, load_tokenizer(path))
 
 
 def planned(
@@ -105,8 +109,11 @@ def bundled_model_path() -> Path:
     return Path(str(resource_files("dlm_decode") / "assets" / "tiny-llada"))
 
 
-def local_folder(path_or_hub_id: str | Path) -> Path:
-    """The folder itself, or the snapshot of a hub id; configuration first, to refuse it early."""
+def local_folder(path_or_hub_id: str | Path, *, weights: bool = True) -> Path:
+    """The folder itself, or the snapshot of a hub id; configuration first, to refuse it early.
+
+    Without `weights`, no weights are fetched.
+    """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         return folder
@@ -115,7 +122,7 @@ def local_folder(path_or_hub_id: str | Path) -> Path:
         raise CheckpointError(f"no folder {hub_id!r}, and it is no hub id (owner/name) either")
     snapshot = _snapshot(hub_id, SMALL_FILES)
     find_family(read_json(snapshot / "config.json"))
-    return _snapshot(hub_id, SMALL_FILES + WEIGHT_FILES)
+    return _snapshot(hub_id, SMALL_FILES + WEIGHT_FILES) if weights else snapshot
 
 
 def _snapshot(hub_id: str, patterns: list[str]) -> Path:
@@ -152,7 +159,8 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
     known = ", ".join(FAMILIES.names())
     raise CheckpointError(
         f"model_type {config.get('model_type')!r} with architectures "
-        f"{config.get('architectures')} is of no known family (known: {known})"
+        f"{config.get('architectures')} is of no known family (known: {known}); only masked "
+        "diffusion models can be decoded, and `dlm-decode list models` says what each family is"
     )
 
 

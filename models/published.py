@@ -35,6 +35,10 @@ class Published:
         """A positive integer, `default` where config.json has none or null."""
         return default if self.config.get(key) is None else self.number(key)
 
+    def count_or(self, key: str, default: int) -> int:
+        """An integer that may be 0, `default` where config.json has none or null."""
+        return 0 if self.config.get(key) == 0 else self.number_or(key, default)
+
     def real(self, key: str, default: float) -> float:
         """A positive number, `default` where config.json has none or null."""
         value = self.config.get(key)
@@ -48,6 +52,21 @@ class Published:
         """True or false, `default` where config.json has none or null."""
         value = self.config.get(key)
         return default if value is None else bool(value)
+
+    def rope_field(self, key: str, default: float) -> float:
+        """A number of the rotary embedding, by itself or in `rope_parameters` (transformers 5).
+
+        Refuses any kind of scaling there; `rope_scaling` is the older key for it.
+        """
+        nested = self.config.get("rope_parameters") or {}
+        kind = nested.get("rope_type", "default") if isinstance(nested, Mapping) else nested
+        if kind != "default":
+            raise CheckpointError(
+                f"config.json: rope_parameters has rope_type {kind!r}, but only 'default' is "
+                "supported"
+            )
+        stated = self.config if self.config.get(key) is not None else nested
+        return Published(stated).real(key, default)
 
     def require(self, supported: Mapping[str, Any]) -> None:
         """Refuse any field of config.json that is neither null nor the one `supported` value."""
@@ -98,6 +117,7 @@ class SpecialTokens:
     """Texts of a family's special tokens, and their ids in its published vocabulary.
 
     The ids are the last resort, for a folder of `vocab_size` tokens whose files do not name them.
+    `turn_id` None: no one published it.
     """
 
     mask: str
@@ -106,7 +126,7 @@ class SpecialTokens:
     vocab_size: int
     mask_id: int
     end_id: int
-    turn_id: int
+    turn_id: int | None
 
 
 @dataclass(frozen=True)

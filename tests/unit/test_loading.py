@@ -17,8 +17,8 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from dlm_decode import memory
 from dlm_decode.errors import CapacityError, CheckpointError
-from dlm_decode.models import loading
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.dream import Dream
 from dlm_decode.models.llada import LLaDA
@@ -295,17 +295,17 @@ def test_weights_larger_than_the_memory_are_refused_with_the_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed = sum(view.nbytes for view in random_llada().weights().values())
-    monkeypatch.setattr(loading, "available_bytes", lambda device: needed)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
     load_model(folder)
-    monkeypatch.setattr(loading, "available_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
     with pytest.raises(CapacityError, match=f"{needed:,} bytes .* {needed - 1:,} bytes"):
         load_model(folder)
 
 
 def test_available_memory_is_known_or_none() -> None:
-    available = loading.available_bytes(torch.device("cpu"))
+    available = memory.available_bytes(torch.device("cpu"))
     assert available is None or available > 2**20
-    assert loading.available_bytes(torch.device("meta")) is None
+    assert memory.available_bytes(torch.device("meta")) is None
 
 
 def test_tokenizers_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The sizes of a config.json with transformers' usual names, as Llama, Qwen and OLMoE have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dlm_decode.errors import CheckpointError
+from dlm_decode.models.backbone import BackboneConfig
+from dlm_decode.models.published import Published, check_heads, head_size
+
+SUPPORTED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "rope_scaling": None,
+    "quantization_config": None,
+}
+"""What every family with these names asks of its config.json."""
+
+QWEN3_SUPPORTED: Mapping[str, Any] = {**SUPPORTED, "attention_bias": False}
+
+NAMES: Mapping[str, str] = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attn_norm": "model.layers.{}.input_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "out": "model.layers.{}.self_attn.o_proj.weight",
+    "ff_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+}
+
+QWEN2_NAMES: Mapping[str, str] = {
+    **NAMES,
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+}
+
+QWEN3_NAMES: Mapping[str, str] = {
+    **NAMES,
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+}
+
+EXPERT_NAMES: Mapping[str, str] = {
+    "router": "model.layers.{}.mlp.gate.weight",
+    "expert_gate": "model.layers.{}.mlp.experts.{}.gate_proj.weight",
+    "expert_up": "model.layers.{}.mlp.experts.{}.up_proj.weight",
+    "expert_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
+}
+
+
+def decoder_config(
+    files: Published, *, rope_theta: float, ffn_key: str = "intermediate_size"
+) -> BackboneConfig:
+    """The sizes; what a family does otherwise is to be replaced.
+
+    `rope_theta` is the family's own, where config.json has none. `ffn_key` names the size of its
+    dense feed-forward layers.
+    """
+    width, heads = files.number("hidden_size"), files.number("num_attention_heads")
+    vocab_size, kv_heads = files.number("vocab_size"), files.number_or("num_key_value_heads", heads)
+    stated = files.config.get("head_dim") is not None
+    size = files.number("head_dim") if stated else head_size(width, heads, kv_heads)
+    return BackboneConfig(
+        vocab_size=vocab_size,
+        embedding_rows=vocab_size,
+        hidden_size=width,
+        layers=files.number("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=check_heads(size, heads, kv_heads),
+        ffn_size=files.number(ffn_key),
+        max_positions=files.number("max_position_embeddings"),
+        rms_eps=files.real("rms_norm_eps", 1e-6),
+        rope_theta=files.rope_field("rope_theta", rope_theta),
+        rope_full_precision=False,
+        tied=files.flag("tie_word_embeddings", False),
+    )
+
+
+def qwen2_config(files: Published, *, rope_theta: float = 10000.0) -> BackboneConfig:
+    """Qwen2's: biases on q, k and v."""
+    return replace(decoder_config(files, rope_theta=rope_theta), qkv_bias=True)
+
+
+def qwen3_config(files: Published) -> BackboneConfig:
+    """Qwen3's: a norm over each head of q and k."""
+    return replace(decoder_config(files, rope_theta=1000000.0), qk_norm=True)
+
+
+def rotary_size(files: Published, size: int) -> int:
+    """How many entries of a head of `size` RoPE turns: `partial_rotary_factor` of them, evenly."""
+    turned = round(size * files.rope_field("partial_rotary_factor", 1.0))
+    if turned % 2 or not 0 < turned <= size:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor must leave an even number of a head's {size} "
+            f"entries to turn, not {turned}"
+        )
+    return turned

@@ -1,0 +1,68 @@
+"""RND1: Qwen3-30B-A3B, a mixture of experts, turned into masked diffusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from dlm_decode.models import FAMILIES
+from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
+from dlm_decode.models.decoder_config import (
+    EXPERT_NAMES,
+    QWEN3_NAMES,
+    QWEN3_SUPPORTED,
+    decoder_config,
+)
+from dlm_decode.models.feed_forward import ExpertsConfig
+from dlm_decode.models.published import Published, SpecialTokens
+
+TOKENS = SpecialTokens(
+    mask="<|mask|>",
+    end="<|im_end|>",
+    turn="<|endoftext|>",
+    vocab_size=151936,
+    mask_id=151669,
+    end_id=151645,
+    turn_id=151643,
+)
+
+
+@FAMILIES.register("rnd1")
+class RND1(Backbone):
+    """RND1: full attention, position i predicts token i + 1, 8 of 128 experts a token."""
+
+    paper: ClassVar[str] = "RND1, github.com/RadicalNumerics/RND1"
+    names: ClassVar[Mapping[str, str]] = {
+        **{part: name for part, name in QWEN3_NAMES.items() if part not in ("gate", "up", "down")},
+        **EXPERT_NAMES,
+    }
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") == "rnd1"
+
+    @classmethod
+    def from_published(
+        cls, files: Published, *, device: torch.device | str, dtype: torch.dtype
+    ) -> RND1:
+        """The model of a config.json, with its weights allocated but not filled."""
+        files.require(QWEN3_SUPPORTED)
+        config = backbone_config(files)
+        ids = files.special_ids(TOKENS, config.vocab_size)
+        info = model_info(config, "rnd1", ids, shift=1)
+        return cls(config, info, published=files.config, device=device, dtype=dtype)
+
+
+def backbone_config(files: Published) -> BackboneConfig:
+    """Qwen3-MoE's field names to ours; every layer is a mixture."""
+    config = decoder_config(files, rope_theta=1000000.0, ffn_key="moe_intermediate_size")
+    experts = ExpertsConfig(
+        count=files.number("num_experts"),
+        active=files.number("num_experts_per_tok"),
+        size=files.number("moe_intermediate_size"),
+        renormalise=files.flag("norm_topk_prob", True),
+    )
+    return replace(config, qk_norm=True, experts=experts)

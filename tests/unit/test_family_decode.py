@@ -1,0 +1,181 @@
+"""The published decode loops of the families beyond LLaDA, Dream and SDAR, on tiny checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlm_decode.api import Decoder
+from dlm_decode.models.published import Family
+from dlm_decode.types import Generation, Request
+from tests.families import golden_model
+from tests.golden import Case, golden_cases, requires_golden
+from tests.unit.test_golden_decode import rows_of, steps_of, written
+
+pytestmark = requires_golden
+
+
+def cases(name: str, what: str) -> list[Any]:
+    return [pytest.param(case, id=case["name"]) for case in golden_cases(name, f"decode_{what}")]
+
+
+def canvases(result: Generation, prompt: list[int], length: int, mask: int) -> list[list[int]]:
+    """The row before the first step and after each one, whole."""
+    row = [*prompt, *[mask] * length]
+    states = [list(row)]
+    for step in steps_of(result):
+        for position, token in step:
+            row[position] = token
+        states.append(list(row))
+    return states
+
+
+# ------------------------------------------------------------------------------------------ a2d
+
+A2D = "a2d-qwen3-tiny-a"
+ROUNDED = "dllm rounds the expected number of tokens in each step, where LLaDA splits them evenly"
+
+
+def decode_a2d(model: Family, case: Case, steps: int, cache: str = "none") -> list[Generation]:
+    s = case["settings"]
+    decoder = Decoder(
+        model, "llada", cache, options={"steps": steps}, cfg_scale=s["cfg_scale"], debug=True
+    )
+    length, block = s["max_new_tokens"], s["block_size"]
+    return decoder.generate(
+        [
+            Request(prompt, gen_length=length, block_length=block, stop_at_eos=False)
+            for prompt in case["prompts"]
+        ]
+    )
+
+
+@pytest.mark.parametrize("case", cases(A2D, "dllm_mdlm"))
+def test_dllm_mdlm(case: Case) -> None:
+    """Short rows are padded on the right with ends of text, which nothing attends to."""
+    if case["name"] == "mdlm_uneven_steps10":
+        pytest.skip(ROUNDED)
+    results = decode_a2d(golden_model(A2D), case, case["settings"]["steps"])
+    for row, (prompt, result) in enumerate(zip(case["prompts"], results, strict=True)):
+        states = canvases(result, prompt, len(result.canvas) - len(prompt), 310)
+        assert states == [canvas[row][: len(states[0])] for canvas in case["canvases"]]
+    assert results[0].forwards == case["nfe"]
+
+
+@pytest.mark.parametrize("cache", ["none", "block_causal"])
+@pytest.mark.parametrize("case", cases(A2D, "dllm_bd3lm"))
+def test_dllm_bd3lm(case: Case, cache: str) -> None:
+    """Prompts are padded on the left to whole blocks: blocks that end where the prompt does.
+
+    The published loop computes what lies before a block in a forward of its own; ours with it.
+    """
+    s = case["settings"]
+    block, length = s["block_size"], s["max_new_tokens"]
+    blocks = length // block
+    steps = s.get("steps_per_block", block) * blocks
+    results = decode_a2d(golden_model(A2D, block=block), case, steps, cache)
+    for row, (prompt, result) in enumerate(zip(case["prompts"], results, strict=True)):
+        states = canvases(result, prompt, length, 310)
+        pads = len(case["final_ids"][row]) - len(states[0])
+        theirs = [canvas[row][pads:] for canvas in case["canvases"]]
+        assert states[-1] == case["final_ids"][row][pads:]
+        for ours, canvas in zip(states[1:], theirs[1:], strict=True):
+            assert ours[: len(canvas)] == canvas
+    lanes = 2 if s["cfg_scale"] else 1
+    assert results[0].forwards == case["nfe"] // lanes - blocks
+
+
+# ------------------------------------------------------------------------------------ LLaDA-MoE
+
+
+@pytest.mark.parametrize("case", cases("lladamoe-tiny-a", "official_generate"))
+def test_llada_moe_official_generate(case: Case) -> None:
+    s = case["settings"]
+    decoder = Decoder(
+        golden_model("lladamoe-tiny-a"), "llada", options={"steps": s["steps"]}, debug=True
+    )
+    length, block = s["gen_length"], s["block_length"]
+    results = decoder.generate(
+        [
+            Request(prompt, gen_length=length, block_length=block, stop_at_eos=False)
+            for prompt in rows_of(case)
+        ]
+    )
+    assert [list(result.canvas) for result in results] == case["final_ids"]
+    if len(results) == 1:
+        assert steps_of(results[0]) == written(case)
+    assert results[0].forwards == case["nfe"]
+
+
+# --------------------------------------------------------------------------------------- LLaDA2
+
+SHARE = "fewer steps than tokens: a least share of the block in every step, which no sampler has"
+AFTER = "the published loop edits a full block in up to max_post_steps more forwards; ours moves on"
+
+
+def decode_llada2(case: Case, cache: str, sampler: str, options: dict[str, Any]) -> Generation:
+    """The published loop decodes whole blocks and then cuts off what is beyond `gen_length`."""
+    s, (prompt,) = case["settings"], case["prompt_ids"]
+    whole = -(-(len(prompt) + s["gen_length"]) // s["block_length"]) * s["block_length"]
+    request = Request(
+        prompt,
+        gen_length=whole - len(prompt),
+        block_length=s["block_length"],
+        stop_at_eos=False,
+    )
+    decoder = Decoder(golden_model("llada2-tiny-a"), sampler, cache, options=options, debug=True)
+    return decoder.generate(request)[0]
+
+
+@pytest.mark.parametrize("cache", ["none", "block_causal"])
+@pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada2_generate"))
+def test_llada2_generate(case: Case, cache: str) -> None:
+    s = case["settings"]
+    if s["steps"] < s["block_length"]:
+        pytest.skip(SHARE)
+    options = {"threshold": s["threshold"], "strict": True}
+    result = decode_llada2(case, cache, "threshold", options)
+    assert generated(case, result) == case["final_ids"][0]
+    assert result.forwards == case["nfe"]
+    assert_canvases(case, result)
+
+
+def generated(case: Case, result: Generation) -> list[int]:
+    start = len(case["prompt_ids"][0])
+    return list(result.canvas[start : start + case["settings"]["gen_length"]])
+
+
+def assert_canvases(case: Case, result: Generation) -> None:
+    """What each published forward was given of the generated region, up to the window's end."""
+    prompt = case["prompt_ids"][0]
+    states = canvases(result, prompt, len(result.canvas) - len(prompt), 310)
+    for ours, theirs in zip(states, case["canvases"], strict=False):
+        assert ours[len(prompt) :][: len(theirs)] == theirs
+
+
+def edited(case: Case, cache: str) -> Generation:
+    s = case["settings"]
+    options = {"threshold": s["threshold"], "editing_threshold": s["editing_threshold"]}
+    return decode_llada2(case, cache, "edit", options)
+
+
+@pytest.mark.parametrize("cache", ["none", "block_causal"])
+@pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada21_generate"))
+def test_llada21_generate(case: Case, cache: str) -> None:
+    if case["name"] != "b8_edit_never":
+        pytest.skip(AFTER)
+    assert generated(case, edited(case, cache)) == case["final_ids"][0]
+
+
+@pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada21_generate"))
+def test_llada21_generate_until_the_first_block_is_full(case: Case) -> None:
+    """Edits among masks are the published ones; those of a full block are not made here."""
+    if "num_to_transfer" in case["settings"]:
+        pytest.skip(SHARE)
+    prompt, result = case["prompt_ids"][0], edited(case, "none")
+    ours = canvases(result, prompt, len(result.canvas) - len(prompt), 310)
+    theirs = case["canvases"]
+    filled = next(i for i, canvas in enumerate(theirs) if 310 not in canvas)
+    for state, canvas in zip(ours[: filled + 1], theirs[: filled + 1], strict=True):
+        assert state[len(prompt) :][: len(canvas)] == canvas
