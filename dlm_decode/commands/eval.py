@@ -99,12 +99,16 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dlm_decode.eval.protocols import expand, load_protocol
+    from dlm_decode.eval.ranks import local_device, rank_and_size
     from dlm_decode.eval.tables import run_table
 
     if args.list:
         return _list()
     if not args.tasks:
         raise OptionError("name at least one TASK; --list shows them")
+    if args.workers is not None and rank_and_size()[1] > 1:
+        raise OptionError("--workers is for Ray; under torchrun each process is a worker")
+    args.device = local_device(args.device)
     protocols = [load_protocol(name) for name in expand(args.tasks)]
     jobs = [
         _job(method, protocol, count=len(protocols) * len(args.sweep or [None]))
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         for method in _methods(args)
     ]
     summaries = _run_all(jobs)
-    if summaries:
+    if summaries:  # under torchrun the first process alone has them
         print(run_table(summaries), end="")
     return 1 if any(summary["refused"] for summary in summaries) else 0
 
@@ -153,6 +157,7 @@ def _swept(args: argparse.Namespace, spec: str) -> argparse.Namespace:
 
 def _job(args: argparse.Namespace, protocol: Protocol, *, count: int) -> Job:
     from dlm_decode.eval.problems import load_problems
+    from dlm_decode.eval.ranks import rank_and_size
     from dlm_decode.eval.results import RunFolder
     from dlm_decode.eval.runner import Job
     from dlm_decode.eval.scoring import require_consent
@@ -163,8 +168,10 @@ def _job(args: argparse.Namespace, protocol: Protocol, *, count: int) -> Job:
     )
     out = Path(args.out) if args.out else DEFAULT_OUT
     path = out if args.out and count == 1 else out / protocol.name / _slug(args)
-    quiet = args.quiet or not sys.stderr.isatty()
-    return Job(args, questions, _asking(args, protocol), RunFolder(path), quiet=quiet)
+    rank, size = rank_and_size()
+    folder = RunFolder(path, rank if size > 1 else None)
+    quiet = args.quiet or not sys.stderr.isatty() or rank > 0
+    return Job(args, questions, _asking(args, protocol), folder, quiet=quiet)
 
 
 def _asking(args: argparse.Namespace, protocol: Protocol) -> Asking:
@@ -195,7 +202,8 @@ def _run_all(jobs: list[Job]) -> list[dict[str, Any]]:
     if any(executes(job.protocol) for job in jobs):
         print(f"dlm-decode: {isolation().describe()}", file=sys.stderr)
     source = _source(jobs[0].args)
-    return [run_job(job, source, overwrite=job.args.overwrite) for job in jobs]
+    done = [run_job(job, source, overwrite=job.args.overwrite) for job in jobs]
+    return [summary for summary in done if summary is not None]
 
 
 def _source(args: argparse.Namespace) -> Source:

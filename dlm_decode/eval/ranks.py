@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
+
+PATIENCE = timedelta(days=7)
+"""A share may take this much longer than another."""
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -20,7 +24,7 @@ def join_group() -> tuple[int, int]:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", timeout=PATIENCE)
     return rank, size
 
 

@@ -12,6 +12,7 @@ from dlm_decode.eval.identity import describe_machine, describe_run
 from dlm_decode.eval.metrics import peak_bytes, summarise
 from dlm_decode.eval.problems import Problem, ProblemSet
 from dlm_decode.eval.protocols import Protocol
+from dlm_decode.eval.ranks import join_group, wait_for_all
 from dlm_decode.eval.results import SUMMARY, TABLE, RunFolder, in_order
 from dlm_decode.eval.scoring import (
     executes,
@@ -49,17 +50,23 @@ class Job:
         return self.questions.protocol
 
 
-def run_job(job: Job, source: Source, *, overwrite: bool = False) -> dict[str, Any]:
-    """Decode what is not finished, score everything, write and return the summary."""
+def run_job(job: Job, source: Source, *, overwrite: bool = False) -> dict[str, Any] | None:
+    """Decode what is not finished, score everything, write and return the summary.
+
+    Under torchrun every process decodes its share; the first one concludes, the others return None.
+    """
     require_consent(job.protocol, job.args.allow_code_execution)
+    rank, size = join_group()
     described = describe_run(job.args, job.questions, job.asking)
-    job.folder.open(described, describe_machine(job.args), overwrite=overwrite)
-    finished = job.folder.finished()
-    job = replace(job, finished=frozenset(finished))
-    todo = [problem for problem in job.questions.problems if problem.id not in finished]
-    if todo:
+    if rank == 0:
+        job.folder.open(described, describe_machine(job.args), overwrite=overwrite)
+    wait_for_all()
+    others = {p.id for i, p in enumerate(job.questions.problems) if i % size != rank}
+    job = replace(job, finished=frozenset(job.folder.finished()) | others)
+    if any(problem.id not in job.finished for problem in job.questions.problems):
         collect(job, source)
-    return conclude(job, described)
+    wait_for_all()
+    return conclude(job, described) if rank == 0 else None
 
 
 def collect(job: Job, source: Source) -> None:
@@ -78,7 +85,7 @@ def _with_progress(job: Job, rows: Iterable[Row], problems: Mapping[str, Problem
     from tqdm import tqdm
 
     right = done = tokens = forwards = 0
-    scored = not executes(job.protocol)
+    scored = not job.quiet and not executes(job.protocol)
     total, before = len(problems), len(job.finished & problems.keys())
     with tqdm(total=total, initial=before, unit="row", file=sys.stderr, disable=job.quiet) as bar:
         for row in rows:
@@ -163,8 +170,12 @@ def refused_rows(job: Job, refused: Sequence[tuple[str, str]]) -> Iterator[Row]:
             file=sys.stderr,
         )
     for identifier, reason in left:
-        yield {
-            "id": identifier, "text": "", "ids": [], "finish_reason": REFUSED, "reason": reason,
-            "forwards": 0, "forwards_by_kind": {}, "computed_positions": 0, "tokens": 0,
-            "seconds": 0.0, "decode_s": 0.0, "ttfb_s": None, "prompt_tokens": None,
-        }  # fmt: skip
+        yield refused_row(identifier, reason)
+
+
+def refused_row(identifier: str, reason: str) -> Row:
+    return {
+        "id": identifier, "text": "", "ids": [], "finish_reason": REFUSED, "reason": reason,
+        "forwards": 0, "forwards_by_kind": {}, "computed_positions": 0, "tokens": 0,
+        "seconds": 0.0, "decode_s": 0.0, "ttfb_s": None, "prompt_tokens": None,
+    }  # fmt: skip
