@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +46,8 @@ class Lopa(Sampler):
         return self.lookahead > 0
 
     def init(self, canvas: Canvas) -> Any:
-        """`place (B, k, W)` where each branch is filled, nowhere if it is not used, `token (B, k)`."""
+        """`place (B, k, W)` where each branch is filled, if used at all, and `token (B, k)`."""
+        and its confidence (`sure`) are `(B, k)`."""
         rows, width = canvas.tokens.shape
         token = canvas.tokens.new_zeros(rows, self.lookahead)
         place = token.new_zeros(rows, self.lookahead, width).bool()
@@ -76,7 +77,7 @@ class Lopa(Sampler):
             scores=torch.where(ahead, _picked(state["sure"], index).to(c.dtype), c),
         )
         after, count = self._branches(c, seen, open_ & ~chosen)
-        return Decision(**(vars(decision) | {"branches": 1 + count})), after
+        return replace(decision, branches=1 + count), after
 
     def _winner(self, canvas: Canvas, output: Output, place: Tensor) -> Tensor:
         """Index `(B,)` of the branch whose masks are the surest on average."""
