@@ -15,7 +15,7 @@ from dlm_decode.bridge.drafters.diffusion import check_drafter
 from dlm_decode.bridge.marginals import Reuse, Span, Stored, marginals
 from dlm_decode.bridge.streams import gumbel
 from dlm_decode.bridge.verifier import Feed, Session, Verifier
-from dlm_decode.errors import CapabilityError
+from dlm_decode.errors import CapabilityError, RequestError
 from dlm_decode.models import DiffusionLM
 from dlm_decode.noise import request_key
 from dlm_decode.options import Options, option
@@ -72,6 +72,12 @@ def adaptive_parallel(
         raise CapabilityError(
             f"the two must share their ids, got {model.info.vocab_size} and {guide.vocab_size}"
         )
+    most = min(model.info.max_positions, guide.max_positions or model.info.max_positions)
+    if max_new_tokens < 1 or len(prompt_ids) + max_new_tokens > most:
+        raise RequestError(
+            f"max_new_tokens must be from 1 to {most - len(prompt_ids)} after this prompt, got "
+            f"{max_new_tokens}"
+        )
     run = _Run(model, guide.open(1), config, request_key(seed, prompt_ids), list(prompt_ids))
     limit, ends = len(prompt_ids) + max_new_tokens, guide.end_ids
     accepted: list[int] = []
@@ -107,7 +113,9 @@ class _Run:
         law = self._scaled(self._marginals(masks))
         noise = self._noise(*law.shape)
         drawn = (law + noise).argmax(-1)
-        target = self.config.r * law + (1 - self.config.r) * self._scaled(self._guided(drawn))
+        guided = self._scaled(self._guided(drawn))
+        mixed = self.config.r * law + (1 - self.config.r) * guided
+        target = torch.where(law == -torch.inf, law, mixed)  # 0 * -inf is no number
         shared = noise if self.config.rule == "paper" else torch.zeros_like(noise)
         agrees = (target + shared).argmax(-1) == drawn
         count = max(int(agrees.long().cumprod(0).sum()), 1)

@@ -14,8 +14,9 @@ from dlm_decode.options import option
 class AdaptiveDraftLength(Controller):
     """k = clip(floor(mean drafted) + delta [mean accepted >= mean drafted], k_min, k_max).
 
-    The means are exponential, with weight rho for the latest round. A draft cut at an end id counts
-    as far as it went (DiffuSpec, arXiv:2510.02358).
+    The means are exponential, with weight rho for the latest round; they begin with the first one,
+    before which k is k_min. A draft cut at an end id counts as far as it went (DiffuSpec,
+    arXiv:2510.02358).
     """
 
     paper: ClassVar[str] = "DiffuSpec, arXiv:2510.02358"
@@ -26,16 +27,17 @@ class AdaptiveDraftLength(Controller):
     rho: float = option(0.5, "weight of the latest round", above=0.0)
 
     def init(self) -> Any:
-        return (float(self.k_min), 0.0)
+        return None
 
     def first(self, state: Any) -> int:
+        if state is None:
+            return self.k_min
         drafted, accepted = state
         wanted = int(drafted) + self.delta * (accepted >= drafted)
         return max(self.k_min, min(wanted, self.k_max))
 
     def observe(self, state: Any, drafted: int, accepted: int) -> Any:
-        mixed = (
-            self.rho * new + (1 - self.rho) * old
-            for old, new in zip(state, (drafted, accepted), strict=True)
-        )
-        return tuple(mixed)
+        new = (float(drafted), float(accepted))
+        if state is None:
+            return new
+        return tuple(self.rho * b + (1 - self.rho) * a for a, b in zip(state, new, strict=True))
