@@ -80,7 +80,7 @@ class Footprint:
 
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters, and of the tables it keeps beside them."""
-    tensors = {id(p): p for p in model.parameters()}
+    tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     tensors |= {id(v): v for v in vars(model).values() if isinstance(v, Tensor)}
     return sum(t.nbytes for t in tensors.values())
 

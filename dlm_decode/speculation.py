@@ -103,8 +103,11 @@ class Watching(Sampler):
         per_position = (canvas.tokens, canvas.positions, canvas.eligible)
         said = (output.candidate, output.top2, c, output.p1 - output.p2)
         scores = c if decision.scores is None else decision.scores
-        first = [value[0].clone() for value in (*per_position, *said, scores)]
-        self.notes.append(Seen(*first[:3], int(canvas.block[0]), *first[3:]))
+        tokens, positions, eligible = (value[0].clone() for value in per_position)
+        candidate, top2, sure, lead, score = (value[0].clone() for value in (*said, scores))
+        block = int(canvas.block[0])
+        seen = Seen(tokens, positions, eligible, block, candidate, top2, sure, lead, score)
+        self.notes.append(seen)
         return decision, state
 
 

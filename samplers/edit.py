@@ -49,10 +49,11 @@ class Edit(Sampler):
         decided = canvas.editable & ~canvas.masked & output.valid
         other = (output.top1 != canvas.tokens) & (output.p1 > self.editing_threshold)
         changed = decided & other
+        own = decision.scores
         edited = Decision(
             torch.where(changed, output.top1, decision.tokens),
             decision.commit,
             overwrite=changed,
-            scores=torch.where(changed, output.p1.to(c.dtype), decision.scores),
+            scores=torch.where(changed, output.p1.to(c.dtype), c if own is None else own),
         )
         return edited, state

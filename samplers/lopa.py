@@ -46,8 +46,8 @@ class Lopa(Sampler):
         return self.lookahead > 0
 
     def init(self, canvas: Canvas) -> Any:
-        """`place (B, k, W)` where each branch is filled, if used at all, and `token (B, k)`."""
-        and its confidence (`sure`) are `(B, k)`."""
+        """`place (B, k, W)` where each branch is filled, if used at all; its `token` and `sure`,
+        the confidence, are `(B, k)`."""
         rows, width = canvas.tokens.shape
         token = canvas.tokens.new_zeros(rows, self.lookahead)
         place = token.new_zeros(rows, self.lookahead, width).bool()
