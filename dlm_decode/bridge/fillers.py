@@ -141,6 +141,9 @@ class _Filling:
 
 def _drawing_law(logits: Tensor, context: Context) -> Tensor:
     """log m `(W, V)` after those of the verifier's processors that need no history."""
+    if context.vocab_size is not None and context.vocab_size < logits.shape[1]:
+        unknown = torch.arange(logits.shape[1]) >= context.vocab_size
+        logits = logits.masked_fill(unknown, -torch.inf)
     warped = logits if context.warp is None else context.warp(logits)
     return warped.log_softmax(-1)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from dlm_decode.bridge.controllers import CONTROLLERS, Controller
-from dlm_decode.bridge.draft import Draft
+from dlm_decode.bridge.draft import FACTORISED, Draft
 from dlm_decode.bridge.drafters import Context, Drafter
 from dlm_decode.bridge.law import Law, Sampling
 from dlm_decode.bridge.rules import RULES, Case, Rule, Verdict
@@ -138,6 +138,7 @@ class Speculator:
             soft=self.rule.soft and not self.law.greedy,
             warp=self.law.warp,
             end_ids=self.end_ids,
+            vocab_size=self.verifier.vocab_size,
         )
 
     def _run(self, tracks: list[_Track]) -> Iterator[Piece]:
@@ -275,12 +276,21 @@ def check_vocabularies(verifier: Verifier, drafter: Drafter) -> None:
 
 
 def usable(draft: Draft, room: int, vocab_size: int) -> Draft:
-    """The draft up to its first id that the verifier lacks, at most `room` tokens."""
+    """The draft up to its first id that the verifier lacks, at most `room` tokens.
+
+    Raises `CapabilityError` for a certified draft with such an id.
+    """
     if draft.tree is not None:
         known = all(token < vocab_size for token in draft.tokens)
         return draft if known and _depth(draft) <= room else replace(draft, tokens=(), tree=None)
-    known_ids = (i for i, token in enumerate(draft.tokens) if token >= vocab_size)
-    return draft.cut(min(room, next(known_ids, len(draft))))
+    unknown = (i for i, token in enumerate(draft.tokens) if token >= vocab_size)
+    known = next(unknown, len(draft))
+    if known < len(draft) and draft.law == FACTORISED:
+        raise CapabilityError(
+            f"a certified draft holds id {draft.tokens[known]}, but the verifier has {vocab_size} "
+            "ids: a law over the verifier's ids must be drawn from, not cut afterwards"
+        )
+    return draft.cut(min(room, known))
 
 
 def _depth(draft: Draft) -> int:

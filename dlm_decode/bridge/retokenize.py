@@ -85,6 +85,7 @@ class Retokenized:
             soft=False,
             warp=None,
             end_ids=self.end_ids,
+            vocab_size=None,
             memory=own.memory,
         )
 

@@ -23,6 +23,8 @@ class Context:
     that is of use. `key` is the noise key. `memory` is the drafter's to use, `control` the
     controller's state. `soft`: the rule makes use of a certified law. `temperature` 0 is greedy;
     `warp` turns raw logits `(n, V)` into those of the drawing law, where that needs no history.
+    A certified draft holds no id from `vocab_size` on, which the verifier lacks: cutting before
+    such an id afterwards would depend on its value.
     """
 
     ids: list[int]
@@ -35,6 +37,7 @@ class Context:
     soft: bool = False
     warp: Callable[[Tensor], Tensor] | None = None
     end_ids: tuple[int, ...] = ()
+    vocab_size: int | None = None
     memory: Any = field(default=None)
 
     @property
