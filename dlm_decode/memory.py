@@ -28,6 +28,6 @@ def require_bytes(needed: int, device: torch.device, what: str, remedy: str) -> 
     have = available_bytes(device)
     if have is not None and needed > have:
         raise CapacityError(
-            f"{what} take {needed / 2**30:.2f} GiB, but {have / 2**30:.2f} GiB are available on "
-            f"{device}: {remedy}"
+            f"{what} take {needed:,} bytes ({needed / 2**30:.2f} GiB), but {have:,} bytes "
+            f"({have / 2**30:.2f} GiB) are available on {device}: {remedy}"
         )

@@ -30,8 +30,9 @@ class Sampler(Options):
     a sampler works on: "block" (the schedule's window; state starts afresh with each block) or
     "canvas" (all editable positions of the row; state lives as long as the request; only the
     block's are eligible). `traits` declares "history" (decisions depend on earlier turns),
-    "revokes" (decided positions can be masked or changed again) and "random" (the order is drawn
-    even at temperature 0, with default options).
+    "revokes" (decided positions can be masked or changed again), "random" (the order is drawn even
+    at temperature 0, with default options) and "branches" (decisions depend on branches that the
+    query asks for, and differ where a turn has none).
     """
 
     paper: ClassVar[str] = ""

@@ -36,7 +36,7 @@ class Imh(Sampler):
     """
 
     paper: ClassVar[str] = "Independent Metropolis-Hastings, arXiv:2604.00375"
-    traits: ClassVar[frozenset[str]] = frozenset({"history", "random"})
+    traits: ClassVar[frozenset[str]] = frozenset({"history", "random", "branches"})
 
     alpha: float = option(2.0, "power of the target law; 1 is the model's own", above=0.0)
     proposals: int = option(4, "moves that the chain tries for each token", low=0, high=64)

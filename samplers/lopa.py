@@ -31,7 +31,7 @@ class Lopa(Sampler):
     """
 
     paper: ClassVar[str] = "LoPA, arXiv:2512.16229"
-    traits: ClassVar[frozenset[str]] = frozenset({"history"})
+    traits: ClassVar[frozenset[str]] = frozenset({"history", "branches"})
 
     lookahead: int = option(4, "k, branches beside the row as it stands", low=0)
     threshold: float = option(0.9, "confidence above which tokens are committed", low=0.0)

@@ -77,6 +77,9 @@ class Scoring(LayerHook):
         outside = torch.ones(self.length, dtype=torch.bool, device=q.device)
         outside[block] = False
         places = outside.nonzero()[:, 0]
+        if not len(places):  # the block is the whole row
+            self.chosen.append(places)
+            return
         pooled = F.max_pool1d(
             scores[places][None], self.kernel, stride=1, padding=self.kernel // 2
         )[0, : len(places)]

@@ -392,6 +392,7 @@ class TestResume:
         assert len(read_rows(tmp_path / "new.jsonl")) == len(self.rows)
 
 
+ROWS = 24
 LONG = ("--gen-length", "64", "--sampler", "llada", "--batch-size", "1", "--temperature", "1")
 
 
@@ -400,7 +401,7 @@ class TestProcess:
 
     @pytest.fixture
     def source(self, tmp_path: Path) -> Path:
-        return write_rows(tmp_path / "in.jsonl", [{"prompt": f"Row {i}"} for i in range(12)])
+        return write_rows(tmp_path / "in.jsonl", [{"prompt": f"Row {i}"} for i in range(ROWS)])
 
     def start(self, *args: str | Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "dlm_decode", "generate", *map(str, args)]
@@ -425,7 +426,7 @@ class TestProcess:
         process = self.start(*args, out)
         self.stop_midway(process, out, signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
-        assert 2 <= out.read_bytes().count(b"\n") < 12, "the run was not stopped midway"
+        assert 2 <= out.read_bytes().count(b"\n") < ROWS, "the run was not stopped midway"
         assert generate(*args, out, "--resume") == 0
         assert generate(*args, whole) == 0
         assert timeless(read_rows(out)) == timeless(read_rows(whole))
@@ -439,7 +440,7 @@ class TestProcess:
         assert process.returncode == 130
         assert err == b"dlm-decode: interrupted\n"
         assert out.read_bytes().endswith(b"\n")
-        assert 2 <= len(read_rows(out)) < 12
+        assert 2 <= len(read_rows(out)) < ROWS
 
     def test_a_reader_that_goes_away_is_no_traceback(self, model: str, source: Path) -> None:
         process = self.start("--model", model, "--input", source, *LONG)

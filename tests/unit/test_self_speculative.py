@@ -276,7 +276,7 @@ def test_accepting_subsets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tree_over_an_unfrozen_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Branches that compute their block only, and see the suffix as branch 0's block made it."""
+    """Branches that compute their block only, and see what branch 0's forward stored of the rest."""
     entries = packing._entries
 
     def tree(rows: Any, *rest: Any) -> Any:
@@ -284,7 +284,7 @@ def test_a_tree_over_an_unfrozen_context_is_noticed(monkeypatch: pytest.MonkeyPa
             query, stop = entry.plan.query, rows[entry.row].window.stop
             plan = RowPlan(query[query < stop], "window")
             alone = entry.branch == 0 or entry.plan.kind != "window"
-            yield entry if alone else replace(entry, plan=plan)
+            yield replace(entry, plan=entry.plan if alone else plan, branches=1)
 
     runs = [Run(0, 1, m, 8, 6, 0.0, stop_at_eos=False) for m in ("llada", "dream")]
     assert first_noticed(LeftToRight(), runs) is None
