@@ -10,6 +10,7 @@ a CPU, 4 to 8 branches of 8 to 32 tokens).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dlm_decode.caches import LayerHook
+from dlm_decode.caches import LayerHook, PartialHook
 from dlm_decode.kv import KVStore
+from dlm_decode.models import LayerParts
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,68 @@ class PackedAttention:
         self.watched: Tensor | None = None
         """Attention `(count, N)` of the watched tokens over absolute positions, averaged over heads
         and watched layers."""
+
+    @property
+    def run_layer(self) -> Callable[[int, LayerParts, Tensor], Tensor] | None:
+        """Runs a whole layer where hooks choose its tokens; None, and no cost, where none does."""
+        partial = any(isinstance(group.hook, PartialHook) for group in self._groups)
+        return self._run_layer if partial else None
+
+    def _run_layer(self, layer: int, parts: LayerParts, x: Tensor) -> Tensor:
+        """A layer over `x (T, D)` of which only the chosen tokens are computed."""
+        values = parts.values(x)
+        chosen = [self._choice(group, layer, values) for group in self._groups]
+        tokens = torch.cat(
+            [
+                torch.arange(group.start, group.stop, device=x.device)
+                if c is None
+                else c + group.start
+                for group, c in zip(self._groups, chosen, strict=True)
+            ]
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            queries = q.new_zeros(len(x), *q.shape[1:]).index_copy_(0, tokens, q)
+            keys = self._stored_keys(layer, k, len(x)).index_copy_(0, tokens, k)
+            return self(layer, queries, keys, values)[tokens]
+
+        x = x + self._completed("mix", layer, parts.mix(x, tokens, attend), tokens, chosen, x)
+        return x + self._completed("feed", layer, parts.feed(x[tokens]), tokens, chosen, x)
+
+    def _choice(self, group: Group, layer: int, values: Tensor) -> Tensor | None:
+        """The queries of a group that a layer computes, None for all."""
+        if not isinstance(group.hook, PartialHook) or not group.is_first or group.places is None:
+            return None
+        assert self._store is not None and group.positions is not None
+        stored = self._store.values[layer][group.places[group.positions]].to(values.dtype)
+        return group.hook.choose(layer, values[group.start : group.stop], stored)
+
+    def _stored_keys(self, layer: int, k: Tensor, count: int) -> Tensor:
+        """Keys `(T, G, K)` as they are stored now, for tokens that get no new ones."""
+        keys = k.new_zeros(count, *k.shape[1:])
+        if self._store is None or self._write_to is None:
+            return keys
+        stored = self._store.keys[layer][self._write_to].to(k.dtype)
+        return stored if self._write_from is None else keys.index_copy_(0, self._write_from, stored)
+
+    def _completed(
+        self,
+        what: str,
+        layer: int,
+        part: Tensor,
+        tokens: Tensor,
+        chosen: Sequence[Tensor | None],
+        x: Tensor,
+    ) -> Tensor:
+        """What all tokens `(T, D)` are given, of which `part (m, D)` was computed."""
+        whole = torch.zeros_like(x).index_copy_(0, tokens, part)
+        spans = []
+        for group, choice in zip(self._groups, chosen, strict=True):
+            span = whole[group.start : group.stop]
+            if isinstance(group.hook, PartialHook) and group.is_first:
+                span = group.hook.complete(what, layer, span, choice)
+            spans.append(span)
+        return torch.cat(spans)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._write_to is not None and self._store is not None:

@@ -112,6 +112,7 @@ class Row:
             self.commits - self.refreshed_at,
             self.last_start,
             self.memory,
+            self.turn,
         )
 
     def speculate(self, drafted: int, steps: int) -> None:

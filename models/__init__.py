@@ -7,6 +7,7 @@ heads, K head size, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -41,7 +42,8 @@ class ModelInfo:
     the ids that end a text (EOS first, then end-of-turn). `regime` says what a position attends to;
     a block-causal model's blocks are those of the request's block length (this one's by default).
     `block_length` and `block_origin` are the family's trained block size (None: any) and where
-    blocks are counted from. `vocab_size` counts the rows of the LM head.
+    blocks are counted from. `vocab_size` counts the rows of the LM head. `runs_layers`: where its
+    `Attend` has a `run_layer(layer, parts, x)`, the model leaves each layer to that.
     """
 
     family: str
@@ -59,6 +61,24 @@ class ModelInfo:
     regime: Regime = "full"
     block_length: int | None = None
     block_origin: Literal["prompt", "absolute"] = "prompt"
+    runs_layers: bool = True
+
+
+class LayerParts(Protocol):
+    """The pieces of one layer, for an `Attend` that runs it itself to leave some tokens out."""
+
+    def values(self, x: Tensor) -> Tensor:
+        """Values `(T, G, K)` of hidden states `x (T, D)`."""
+        ...
+
+    def mix(self, x: Tensor, tokens: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        """Attention's addition `(m, D)` to the `tokens (m,)` of `x`; `attend(q, k, v)` is of those
+        tokens only."""
+        ...
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward network's addition `(m, D)` to `x (m, D)`."""
+        ...
 
 
 class DiffusionLM(Protocol):

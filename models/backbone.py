@@ -94,8 +94,9 @@ class Block(nn.Module):
         self.attn_norm = parameter(width, device=device, dtype=dtype)
         self.qkv = parameter(qkv_size, width, device=device, dtype=dtype)
         self.qkv_bias = parameter(qkv_size, device=device, dtype=dtype) if config.qkv_bias else None
-        norms = (parameter(config.head_size, device=device, dtype=dtype) for _ in range(2))
-        self.q_norm, self.k_norm = norms if config.qk_norm else (None, None)
+        norms = [parameter(config.head_size, device=device, dtype=dtype) for _ in range(2)]
+        self.q_norm = norms[0] if config.qk_norm else None
+        self.k_norm = norms[1] if config.qk_norm else None
         self.out = parameter(width, query_size, device=device, dtype=dtype)
         self.ff_norm = parameter(width, device=device, dtype=dtype)
         experts = config.experts_of(layer)
@@ -113,8 +114,30 @@ class Block(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """`x (T, D)` to `(T, D)`; `cos` and `sin` `(T, 1, K)` as `Backbone.rotation` gives them."""
-        x = x + self._mix(rms_norm(x, self.attn_norm, self.config.rms_eps), cos, sin, attend)
-        return x + self.feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
+        x = x + self.mix(x, cos, sin, attend)
+        return x + self.feed(x)
+
+    def mix(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """What attention adds to `x (T, D)`."""
+        return self._mix(rms_norm(x, self.attn_norm, self.config.rms_eps), cos, sin, attend)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """What the feed-forward network adds to `x (T, D)`."""
+        return self.feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
+
+    def values(self, x: Tensor) -> Tensor:
+        """Values `(T, G, K)` of `x (T, D)`."""
+        g, bias = self.config.kv_heads, self.qkv_bias
+        size = g * self.config.head_size
+        normed = rms_norm(x, self.attn_norm, self.config.rms_eps)
+        heads = F.linear(normed, self.qkv[-size:], None if bias is None else bias[-size:])
+        return heads.unflatten(-1, (g, -1))
 
     def _mix(
         self,
@@ -203,8 +226,12 @@ class Backbone(nn.Module):
         """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
         x = self.embedding(ids) if embeds is None else embeds
         cos, sin = self.rotation(positions)
+        run = getattr(attend, "run_layer", None)
         for layer, block in enumerate(self.blocks):
-            x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v))
+            if run is not None:
+                x = run(layer, _Parts(block, cos, sin), x)
+            else:
+                x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v))
         return rms_norm(x, self.norm, self.config.rms_eps)
 
     def embedding(self, ids: Tensor) -> Tensor:
@@ -253,6 +280,24 @@ class Backbone(nn.Module):
         super()._apply(fn, recurse)
         self._place_angles()
         return self
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The `LayerParts` of one block."""
+
+    block: Any
+    cos: Tensor
+    sin: Tensor
+
+    def values(self, x: Tensor) -> Tensor:
+        return self.block.values(x)
+
+    def mix(self, x: Tensor, tokens: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.block.mix(x[tokens], self.cos[tokens], self.sin[tokens], attend)
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.block.feed(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -221,6 +221,7 @@ class Tabular:
             mask_id=vocab - 1,
             end_ids=end_ids,
             shift=shift,
+            runs_layers=False,
         )
 
     def forward(

@@ -35,7 +35,8 @@ class RowView:
     first position to decode, before which lies the prompt. `age (N,)` counts the turns since each
     position took its token (0: masked; given ones are older than the row), `scores (N,)` are the
     sampler's last ones. `decided_since` counts tokens decided since the last refresh, `last_start`
-    is where the last turn's window began, `memory` what this policy's last `LayerHook` left.
+    is where the last turn's window began, `memory` what this policy's last `LayerHook` left, `turn`
+    counts turns since the row began.
     """
 
     length: int
@@ -53,6 +54,7 @@ class RowView:
     decided_since: int = 0
     last_start: int | None = None
     memory: Any = None
+    turn: int = 0
 
     def changed(self, stop: int) -> np.ndarray:
         """Positions below `stop` whose stored K/V come from another token, ascending."""
@@ -97,6 +99,22 @@ class LayerHook:
         return None
 
 
+class PartialHook(LayerHook):
+    """A hook that also chooses the tokens each layer computes, and completes what it left out.
+
+    What a layer adds to the hidden states is then the hook's business: D is their size.
+    """
+
+    def choose(self, layer: int, new: Tensor, stored: Tensor) -> Tensor | None:
+        """Which of the queries `(m,)` this layer computes, None for all, by their `new` values and
+        those `stored`, `(Q, G, K)`."""
+        return None
+
+    def complete(self, what: str, layer: int, added: Tensor, chosen: Tensor | None) -> Tensor:
+        """`added (Q, D)` by "mix" or "feed", zero where not `chosen`, with the rest filled in."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class CachePolicy(Options):
     """Base of all cache policies.
@@ -104,7 +122,7 @@ class CachePolicy(Options):
     `exactness` is "exact" (logits equal a forward over the whole row) or "approximate". `stores`
     says whether rows need a place in the K/V store. `refreshes_blocks`: what a later block sees of
     an earlier one is computed anew when the block begins, never taken from the turns in between.
-    `regimes` are the kinds of attention it is meant for.
+    `regimes` are the kinds of attention it is meant for. `runs_layers`: hooks are `PartialHook`s.
 
     A position that is masked or changed again is computed in the next turn by every policy here,
     for all of them compute the open positions of the window.
@@ -114,6 +132,7 @@ class CachePolicy(Options):
     exactness: ClassVar[Exactness] = "approximate"
     stores: ClassVar[bool] = True
     regimes: ClassVar[frozenset[Regime]] = frozenset({"full"})
+    runs_layers: ClassVar[bool] = False
 
     @property
     def refreshes_blocks(self) -> bool:
@@ -153,6 +172,11 @@ def check_fit(cache: CachePolicy, info: ModelInfo) -> None:
         raise CapabilityError(
             f"cache {CACHES.name_of(cache)!r} does not fit {info.family}: {_MISFITS[info.regime]} "
             f"(caches for this model: {', '.join(others)})"
+        )
+    if cache.runs_layers and not info.runs_layers:
+        raise CapabilityError(
+            f"cache {CACHES.name_of(cache)!r} computes part of the tokens of a layer, which "
+            f"{info.family} can't: take another cache"
         )
 
 
