@@ -276,7 +276,7 @@ def test_accepting_subsets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tree_over_an_unfrozen_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Branches that compute their block only, and see what branch 0's forward stored of the rest."""
+    """Branches that compute their block only, and see what branch 0 stored of the rest."""
     entries = packing._entries
 
     def tree(rows: Any, *rest: Any) -> Any:
