@@ -3,13 +3,17 @@
     python scripts/bench.py            # both tables, on the bundled model and on a random LLaDA
     python scripts/bench.py step       # seconds per turn, and what of it is not the network
     python scripts/bench.py decode     # tokens per second against the published loop
+    python scripts/bench.py caches     # every cache policy x batch x length, with its error
 
 `step` times every call of the backbone and of the LM head inside the engine's turns; the rest of a
 turn is overhead: the statistics pass over the logits, and everything else (plan, pack, decide,
 apply). `bare` is one forward of the backbone alone on the same tokens, with plain attention and
 nothing stored. `decode` runs the same decoding
 by the engine and by tests/reference (Fast-dLLM's published loop, batch 1) on the same weights and
-checks that the tokens agree. Times are medians over turns or runs.
+checks that the tokens agree. `caches` decodes with `threshold` under every policy; `scaling` is
+tokens per second over those of batch 1, `bare` the same ratio for the backbone alone on a window,
+and `share` the one over the other; errors are those of `dlm-decode audit` over one request. Times
+are medians over turns or runs.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dlm_decode import engine
 from dlm_decode.api import Decoder, load
 from dlm_decode.attention import Group, PackedAttention
+from dlm_decode.audit import audit_cache
+from dlm_decode.caches import CACHES as POLICIES
+from dlm_decode.footprint import Allocations, weight_bytes
 from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
 from dlm_decode.head import statistics as statistics_pass
 from dlm_decode.models import Attend, DiffusionLM
@@ -144,6 +151,79 @@ class DecodeRow:
     plain_tokens_per_s: float
     ratio: float
     same_tokens: bool
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """One policy at one batch size and row length."""
+
+    model: str
+    cache: str
+    batch: int
+    length: int
+    positions: int
+    forwards: int
+    seconds: float
+    tokens_per_s: float
+    scaling: float
+    bare: float
+    share: float
+    peak_mib: float
+    logit_error: float
+    commits_differ: int
+
+
+def cache_rows(
+    setting: Setting, batches: tuple[int, ...], lengths: tuple[int, ...], tokens: int, runs: int
+) -> Iterator[CacheRow]:
+    """Every policy that fits the model, at each length and batch size; batch 1 comes first."""
+    regime = setting.model.info.regime
+    names = [name for name in POLICIES.names() if regime in POLICIES.get(name).regimes]
+    sizes = sorted({1, *batches})
+    for length in (n for n in lengths if n <= setting.model.info.max_positions):
+        shape = replace(setting, prompt=length - tokens, length=tokens)
+        window = min(setting.block, tokens)
+        bare = {b: b / bare_forward_s(setting.model, window, b) for b in sizes}
+        for cache in names:
+            alone = 0.0
+            for batch in sizes:
+                row = cache_row(shape, cache, batch, runs)
+                alone = alone or row.tokens_per_s
+                scaling, ideal = row.tokens_per_s / alone, bare[batch] / bare[1]
+                yield replace(row, scaling=scaling, bare=ideal, share=scaling / ideal)
+
+
+def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
+    """Time, cost and memory of one decoding, and how far one of its rows is from no cache."""
+    decoder = Decoder(setting.model, "threshold", cache, max_batch_size=batch)
+    requests = setting.requests(batch)
+    results = decoder.generate(requests)
+    seconds = median_s(lambda: decoder.generate(requests), runs)
+    report = audit_cache(decoder, requests[:1])
+    return CacheRow(
+        setting.name,
+        cache,
+        batch,
+        setting.prompt + setting.length,
+        sum(r.trace.computed_positions for r in results),
+        sum(r.forwards for r in results),
+        seconds,
+        batch * setting.length / seconds,
+        1.0,
+        1.0,
+        1.0,
+        peak_bytes(decoder, setting.requests(batch, setting.block)) / 2**20,
+        report.logit_error,
+        report.commits_differ or 0,
+    )
+
+
+def peak_bytes(decoder: Decoder, requests: list[Request]) -> int:
+    """Weights, and the most bytes that are live on top of them while `requests` are decoded."""
+    with Allocations() as counted:
+        decoder.generate(requests)
+    assert isinstance(decoder.model, torch.nn.Module)
+    return weight_bytes(decoder.model) + counted.peak
 
 
 def step_rows(setting: Setting, batches: tuple[int, ...]) -> Iterator[StepRow]:
@@ -267,7 +347,7 @@ def settings(width: int, layers: int, vocab: int, quick: bool) -> Iterator[tuple
         yield Setting(name, model, 256, length, 32, 4), kept
 
 
-def table(rows: list[StepRow] | list[DecodeRow]) -> str:
+def table(rows: Sequence[StepRow | DecodeRow | CacheRow]) -> str:
     """Markdown."""
     names = list(asdict(rows[0]))
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
@@ -291,11 +371,14 @@ def statistics_memory(setting: Setting, rows: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("what", nargs="?", choices=("step", "decode", "all"), default="all")
+    kinds = ("step", "decode", "caches", "all")
+    parser.add_argument("what", nargs="?", choices=kinds, default="all", help="all: step, decode")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=126_464)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8, of caches 1 4 16")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="of caches")
+    parser.add_argument("--tokens", type=int, default=128, help="decoded in a row of caches")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each decoding")
     parser.add_argument("--quick", action="store_true", help="decode 64 tokens, not 256")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
@@ -304,17 +387,22 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, fp32\n")
+    batches = tuple(args.batches or ((1, 4, 16) if args.what == "caches" else (1, 8)))
+    lengths = tuple(args.lengths)
     found: list[dict[str, object]] = []
     for setting, folder in settings(args.width, args.layers, args.vocab, args.quick):
         for what, rows in (
-            ("step", lambda s=setting: step_rows(s, tuple(args.batches))),
+            ("step", lambda s=setting: step_rows(s, batches)),
+            ("caches", lambda s=setting: cache_rows(s, batches, lengths, args.tokens, args.runs)),
             ("decode", lambda s=setting, f=folder: decode_rows(s, f, args.runs)),
         ):
-            if args.what in (what, "all"):
+            if args.what == what or (args.what == "all" and what != "caches"):
                 listed = list(rows())
                 found += [{"table": what} | asdict(row) for row in listed]
-                print(table(listed) + "\n", flush=True)
-        print(statistics_memory(setting, max(args.batches) * setting.block) + "\n", flush=True)
+                print(
+                    (table(listed) if listed else f"{setting.name}: too short") + "\n", flush=True
+                )
+        print(statistics_memory(setting, max(batches) * setting.block) + "\n", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 

@@ -4,6 +4,10 @@
 reports the share of identical outputs, the ratios of forwards, of positions computed and of
 seconds, and for each divergence how close the first differing decision was. The exit status is 1 if
 any output differs.
+
+Without --lossless it is the cache that is audited: beside every turn the whole row is computed
+again, and the logits, and the sampler's decision, are compared. --plot draws the error over the
+turns and how old the K/V were.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dlm_decode.arguments import add_machine, add_method, add_request, build_decoder, parse_parts
-from dlm_decode.errors import RequestError
+from dlm_decode.errors import OptionError, RequestError
 from dlm_decode.jsonl import Row, check_text, read_rows
 
 if TYPE_CHECKING:
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("audit")
-    what = group.add_mutually_exclusive_group(required=True)
-    what.add_argument("--lossless", action="store_true", help="with and without self-speculation")
+    group.add_argument("--lossless", action="store_true", help="with and without self-speculation")
+    group.add_argument("--plot", metavar="FILE", help="cache audit: draw it into this image")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", nargs="+", help="replay these prompts")
     source.add_argument("--input", metavar="FILE", help="replay each row of this JSONL file")
@@ -37,8 +41,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    return _lossless(args) if args.lossless else _cache(args)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    from dlm_decode.audit import audit_cache, report_text, save_plot
+
+    parts = parse_parts(args)
+    rows = _rows(args)
+    decoder = build_decoder(args, parts)
+    report = audit_cache(decoder, [_request(decoder, args, row) for row in rows])
+    if args.plot:
+        save_plot(report, args.plot)
+    print(json.dumps(report.as_dict()) if args.json else report_text(report))
+    return 0
+
+
+def _lossless(args: argparse.Namespace) -> int:
     from dlm_decode.speculation import audit_lossless
 
+    if args.plot:
+        raise OptionError("--plot draws the audit of a cache: leave out --lossless")
     args.verify = "lossless"
     parts = parse_parts(args)
     rows = _rows(args)
