@@ -80,7 +80,11 @@ class DlmDecodeLM(LM):
             "seed": int(seed),
             "max_batch_size": _batch_size(batch_size),
         } | ({} if schedule is None else {"schedule": schedule})
-        self._request = {"block_length": block_length, "eos": eos, "stop_at_eos": stop_at_eos}
+        self._request: dict[str, Any] = {
+            "block_length": block_length,
+            "eos": eos,
+            "stop_at_eos": stop_at_eos,
+        }
         self._gen_length, self._temperature = gen_length, temperature
         self._add_bos, self._check_greedy = add_bos_token, check_greedy
         self._how = MonteCarlo(mc_num, mc_batch_size, nll, int(seed))  # type: ignore[arg-type]
@@ -181,8 +185,7 @@ class DlmDecodeLM(LM):
         if self._how.definition == "dream":
             whole = [*whole, self.loaded.model.info.end_ids[0]]
         if not before and self.loaded.model.info.shift:
-            whole, before = [self.loaded.model.info.end_ids[0], *whole], whole[:0]
-            return whole[:1], whole[1:]
+            return [self.loaded.model.info.end_ids[0]], whole
         return whole[: len(before)], whole[len(before) :]
 
     def _is_greedy(self, context: list[int], target: list[int]) -> bool:

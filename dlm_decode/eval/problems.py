@@ -130,8 +130,13 @@ def _generated(protocol: Protocol, limit: int | None) -> ProblemSet:
     count = (protocol.shots or {}).get("generated", 0)
     shots = [asdict(shot) for shot in _examples(made, count)]
     problems = [_generated_problem(protocol, item, shots) for item in items]
-    contents = [(p.prompt, p.gold) for p in problems]
-    return ProblemSet(protocol, problems[:limit], {made.name: digest(contents)})
+    found = digest([(p.prompt, p.gold) for p in problems])
+    if found != protocol.data["sha256"]:
+        raise DataError(
+            f"the problems of {protocol.id} come out differently here (sha256 {found[:12]}..., not"
+            f" {protocol.data['sha256'][:12]}...): its generator was changed without a new version"
+        )
+    return ProblemSet(protocol, problems[:limit], {made.name: found})
 
 
 def _examples(made: Family, count: int) -> Iterator[Item]:

@@ -25,12 +25,13 @@ BUNDLED = ("mini-gsm8k", "mini-mbpp", "lists", "grids")
 class Protocol:
     """One protocol file; `sha256` is the file's own.
 
-    `data`: `files` with their `sha256` and the `hub` data set, or `family` for generated items.
-    `documents`: `split`, optionally `from` and `to` (inclusive ids), and the expected `count`.
-    `shots`: `first` n, `ids`, `random` n with `seed`, or `generated` n. Templates name fields of a
-    document. `answer_prefix` is put before the answer and is part of the prompt. `chat`: "single"
-    puts the whole prompt into one user message if the tokenizer has a chat template, "never" does
-    not. `gold` is an answer that must score 100%, `corrupted` one that must score 0.
+    `data`: `files` with their `sha256` and the `hub` data set, or `family` for generated items and
+    the `sha256` of all their prompts and gold answers. `documents`: `split`, optionally `from` and
+    `to` (inclusive ids), and the expected `count`. `shots`: `first` n, `ids`, `random` n with
+    `seed`, or `generated` n. Templates name fields of a document. `answer_prefix` is put before the
+    answer and is part of the prompt. `chat`: "single" puts the whole prompt into one user message
+    if the tokenizer has a chat template, "never" does not. `gold` is an answer that must score
+    100%, `corrupted` one that must score 0.
     """
 
     name: str
