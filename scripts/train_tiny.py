@@ -65,7 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prompt-weight", type=float, default=0.3, help="ar: loss weight of prompt tokens"
     )
-    parser.add_argument("--steps", type=int, default=2950, help="diffusion updates")
+    parser.add_argument("--steps", type=int, default=4050, help="diffusion updates")
     parser.add_argument("--decay", type=float, default=0.63, help="share of the updates decayed")
     parser.add_argument("--tokens", type=int, default=8000, help="diffusion: tokens a step")
     parser.add_argument(
