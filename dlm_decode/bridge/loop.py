@@ -281,8 +281,8 @@ def usable(draft: Draft, room: int, vocab_size: int) -> Draft:
     Raises `CapabilityError` for a certified draft with such an id.
     """
     if draft.tree is not None:
-        known = all(token < vocab_size for token in draft.tokens)
-        return draft if known and _depth(draft) <= room else replace(draft, tokens=(), tree=None)
+        shared = all(token < vocab_size for token in draft.tokens)
+        return draft if shared and _depth(draft) <= room else replace(draft, tokens=(), tree=None)
     unknown = (i for i, token in enumerate(draft.tokens) if token >= vocab_size)
     known = next(unknown, len(draft))
     if known < len(draft) and draft.law == FACTORISED:

@@ -54,7 +54,8 @@ class Context:
 class Drafter(Protocol):
     """What the loop asks of a drafter. `vocab_size` None: its ids are always the verifier's."""
 
-    vocab_size: int | None
+    @property
+    def vocab_size(self) -> int | None: ...
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         """One draft a row, at most `room` tokens long; an empty one is a plain decoding step."""
