@@ -396,6 +396,11 @@ ROWS = 24
 LONG = ("--gen-length", "64", "--sampler", "llada", "--batch-size", "1", "--temperature", "1")
 
 
+def _heed_interrupts() -> None:
+    """A process started in the background of a script would inherit that they are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class TestProcess:
     """What only a process of its own can show."""
 
@@ -407,7 +412,9 @@ class TestProcess:
         command = [sys.executable, "-m", "dlm_decode", "generate", *map(str, args)]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, preexec_fn=_heed_interrupts
+        )
 
     def stop_midway(self, process: subprocess.Popen[bytes], out: Path, how: int) -> bytes:
         """Send signal `how` once some rows are there; returns what was written on stderr."""
