@@ -85,5 +85,9 @@ def _does_something(body: Sequence[ast.stmt]) -> bool:
 
 
 def assemble(parts: Iterable[str]) -> str:
-    """One program of several parts, in order; empty ones are left out."""
-    return "\n".join(part.rstrip() for part in parts if part.strip()) + "\n"
+    """One program of several parts, in order; empty ones are left out.
+
+    Line ends become those that Python's own reader makes of them, so that equal programs are equal.
+    """
+    kept = [part.replace("\r\n", "\n").rstrip() for part in parts if part.strip()]
+    return "\n".join(kept) + "\n"
