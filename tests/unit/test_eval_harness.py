@@ -166,7 +166,11 @@ def test_prompts_and_scores_are_those_of_lm_eval(name: str) -> None:
     (theirs,) = found["results"].values()
     for key, ours in SCORES.items():
         if key in theirs:
-            mean = sum(scores[ours] for scores, _ in judged) / len(judged)
+            right = [
+                scores[ours] and not problem.record.get("test_setup_code")
+                for problem, (scores, _) in zip(asked.problems, judged, strict=True)
+            ]  # lm-eval leaves set-up code out, so that MBPP 367 can't pass there
+            mean = sum(right) / len(right)
             assert theirs[key] == pytest.approx(mean), key
     assert {*theirs} & {*SCORES}
 
