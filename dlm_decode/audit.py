@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from dlm_decode.models import DiffusionLM
 from dlm_decode.outcome import settle
 from dlm_decode.rows import Row, make_row
 from dlm_decode.samplers import Sampler
-from dlm_decode.types import Canvas, Decision, Output, Query
+from dlm_decode.types import Canvas, Decision, Output
+from dlm_decode.watching import Watching
 
 if TYPE_CHECKING:
     from dlm_decode.api import Decoder
@@ -115,36 +116,15 @@ class _Note:
 
 
 @dataclass(frozen=True)
-class _Noting(Sampler):
-    """Decides as `inner` does, and notes what it decided from."""
+class _Noting(Watching):
+    """Notes what it decided from."""
 
-    inner: Sampler
+    extra_needs: ClassVar[frozenset[str]] = frozenset({"logits"})
+
     notes: list[_Note]
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.inner.needs | {"logits"}
-
-    @property
-    def scope(self) -> str:
-        return self.inner.scope
-
-    @property
-    def attention_layers(self) -> tuple[float, float]:
-        return self.inner.attention_layers
-
-    @property
-    def asks(self) -> bool:
-        return self.inner.asks
-
-    def init(self, canvas: Canvas) -> Any:
-        return self.inner.init(canvas)
-
-    def query(self, canvas: Canvas, state: Any) -> Query | None:
-        return self.inner.query(canvas, state)
-
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
-        decision, after = self.inner.decide(canvas, output, state)
+        decision, after = super().decide(canvas, output, state)
         self.notes.append(_Note(canvas, output, state, decision))
         return decision, after
 

@@ -104,53 +104,39 @@ def _canvas(
     horizons: Sequence[int],
 ) -> Canvas:
     info, device = model.info, model.device
-    numbers = np.array(
-        [
-            (
-                r.step,
-                r.turn,
-                r.commits,
-                r.window.index,
-                r.blocks,
-                r.span.block_length,
-                r.window.start,
-                r.window.stop,
-                int(r.masked.sum()),
-                int(r.editable.sum()),
-                r.key,
-                horizons[i],
-                r.ends_from(),
-            )
-            for i, r in enumerate(rows)
-        ],
-        dtype=np.int64,
-    ).T
+    columns = [_columns(row, horizon) for row, horizon in zip(rows, horizons, strict=True)]
+    numbers = np.array([list(column.values()) for column in columns], dtype=np.int64).T
     tokens, positions = torch.from_numpy(whole).to(device, non_blocking=True)
     masked, editable, eligible = torch.from_numpy(flags).to(device, non_blocking=True)
     sent = torch.from_numpy(np.ascontiguousarray(numbers)).to(device, non_blocking=True)
-    step, turn, commits, block, blocks, block_length, start, stop, *others = sent
-    remaining, total, keys, horizon, ends = others
     return Canvas(
         tokens=tokens,
         positions=positions,
         masked=masked,
         editable=editable,
         eligible=eligible,
-        step=step,
-        turn=turn,
-        commits=commits,
-        block=block,
-        blocks=blocks,
-        block_length=block_length,
-        start=start,
-        stop=stop,
-        remaining=remaining,
-        total=total,
-        keys=keys,
-        horizon=horizon,
-        ends_from=ends,
+        **dict(zip(columns[0], sent, strict=True)),
         mask_id=info.mask_id,
         end_ids=info.end_ids,
         vocab_size=info.vocab_size,
         draw=draw,
     )
+
+
+def _columns(row: Row, horizon: int) -> dict[str, int]:
+    """What the canvas holds of a row as a whole, by its names there."""
+    return {
+        "step": row.step,
+        "turn": row.turn,
+        "commits": row.commits,
+        "block": row.window.index,
+        "blocks": row.blocks,
+        "block_length": row.span.block_length,
+        "start": row.window.start,
+        "stop": row.window.stop,
+        "remaining": int(row.masked.sum()),
+        "total": int(row.editable.sum()),
+        "keys": row.key,
+        "horizon": horizon,
+        "ends_from": row.ends_from(),
+    }

@@ -8,6 +8,7 @@ for top-k / top-p. Ties go to the smallest id. Nothing here syncs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -324,7 +325,7 @@ def _demoted(stats: dict[str, Tensor], where: Tensor, plan: HeadPlan) -> dict[st
     is_end = torch.zeros_like(candidate, dtype=torch.bool)
     for end in plan.end_ids:
         is_end |= (candidate == end) & where
-    uncertain = float(torch.tensor(float(plan.vocab_size)).log())
+    uncertain = math.log(plan.vocab_size)
     lost = {"entropy": uncertain, "q_entropy": uncertain}
     keep = {"top1", "top2", "sampled", "logits", "lse", "probed"}
     return {

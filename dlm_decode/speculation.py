@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from dlm_decode.errors import OptionError
 from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.schedules import SCHEDULES
 from dlm_decode.scores import confidence, ranks
-from dlm_decode.types import Canvas, Decision, Output, Query
+from dlm_decode.types import Canvas, Decision, Output
+from dlm_decode.watching import Watching
 
 if TYPE_CHECKING:
     from dlm_decode.api import Decoder, Parts
@@ -69,36 +70,15 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Watching(Sampler):
-    """Decides as `inner` does and notes each turn of a single row, which it reads on the host."""
+class _Noting(Watching):
+    """Notes each turn of a single row, which it reads on the host."""
 
-    inner: Sampler
+    extra_needs: ClassVar[frozenset[str]] = frozenset({"top2"})
+
     notes: list[Seen]
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.inner.needs | {"top2"}
-
-    @property
-    def scope(self) -> str:
-        return self.inner.scope
-
-    @property
-    def attention_layers(self) -> tuple[float, float]:
-        return self.inner.attention_layers
-
-    @property
-    def asks(self) -> bool:
-        return self.inner.asks
-
-    def init(self, canvas: Canvas) -> Any:
-        return self.inner.init(canvas)
-
-    def query(self, canvas: Canvas, state: Any) -> Query | None:
-        return self.inner.query(canvas, state)
-
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
-        decision, state = self.inner.decide(canvas, output, state)
+        decision, state = super().decide(canvas, output, state)
         c = confidence(output)
         per_position = (canvas.tokens, canvas.positions, canvas.eligible)
         said = (output.candidate, output.top2, c, output.p1 - output.p2)
@@ -114,7 +94,7 @@ class Watching(Sampler):
 def watch(decoder: Decoder, sampler: Sampler, request: Request) -> tuple[Generation, list[Seen]]:
     """One request decoded by `sampler` alone, and its turns."""
     notes: list[Seen] = []
-    watching = Watching(sampler, notes)
+    watching = _Noting(sampler, notes)
     object.__setattr__(watching, "traits", sampler.traits)
     return with_sampler(decoder, watching).generate(request)[0], notes
 

@@ -148,6 +148,13 @@ class Output:
         """The token each position would take: the drawn one, or the most probable one."""
         return self.stats["sampled"] if self.is_sampled else self.stats["top1"]
 
+    @property
+    def branched(self) -> Output:
+        """The statistics as `(B, R, W)`, with R = 1 where the query had no branches."""
+        if self.stats["valid"].ndim == 3:
+            return self
+        return Output({name: value[:, None] for name, value in self.stats.items()})
+
     def branch(self, r: int) -> Output:
         """Branch `r` of a branched output, as `(B, W)` statistics."""
         return Output({name: value[:, r] for name, value in self.stats.items()})

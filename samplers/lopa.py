@@ -61,7 +61,7 @@ class Lopa(Sampler):
         return Query(torch.cat([row, filled], dim=1), adaptive=True)
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
-        branched = output if output.valid.ndim == 3 else _unsqueezed(output)
+        branched = output.branched
         place = torch.cat([torch.zeros_like(canvas.eligible)[:, None], state["place"]], dim=1)
         winner = self._winner(canvas, branched, place)
         rows = torch.arange(len(winner), device=winner.device)
@@ -103,7 +103,3 @@ class Lopa(Sampler):
 def _picked(values: Tensor, index: Tensor) -> Tensor:
     """One of `values (B, k)` for each row, `(B, 1)`; 0 if k = 0."""
     return values.gather(-1, index) if values.shape[-1] else values.new_zeros(index.shape)
-
-
-def _unsqueezed(output: Output) -> Output:
-    return Output({name: value[:, None] for name, value in output.stats.items()})

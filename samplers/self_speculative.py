@@ -127,7 +127,7 @@ class SelfSpeculative(Wrapper):
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         drafts = self.query(canvas, state).tokens
         assert drafts is not None
-        branched = output if output.valid.ndim == 3 else _unsqueezed(output)
+        branched = output.branched
         allowed = permitted(canvas, branched) if self.scope == "block" else branched
         walk = _start(canvas, state)
         for _ in range(self.max_states):
@@ -261,10 +261,6 @@ def _at(output: Output, branch: Tensor) -> Output:
     """The statistics `(B, W, ...)` of each row's `branch (B,)`."""
     rows = torch.arange(branch.shape[0], device=branch.device)
     return Output({name: value[rows, branch] for name, value in output.stats.items()})
-
-
-def _unsqueezed(output: Output) -> Output:
-    return Output({name: value[:, None] for name, value in output.stats.items()})
 
 
 def _flag(value: Tensor | None, like: Tensor) -> Tensor:
