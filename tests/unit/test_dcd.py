@@ -10,7 +10,7 @@ import torch
 
 from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.schedules import SCHEDULES, Span, Window
-from dlm_decode.types import Output, Request
+from dlm_decode.types import Generation, Output, Request
 from tests.golden import golden_cases, requires_golden
 from tests.unit.sampler_cases import chosen, decide, logits_with_top, make_canvas, output_of
 from tests.unit.test_golden_decode import Case, decode, rows_of, steps_of
@@ -22,10 +22,6 @@ def make(**options: Any) -> Sampler:
     return SAMPLERS.create("dcd", options)
 
 
-LATER = ("_dual_r", "_prefix_r", "_dualdelay")
-"""Cases whose caches are refreshed after a number of decoded tokens."""
-
-
 def options_of(settings: dict[str, Any]) -> dict[str, Any]:
     algo, value = settings["decode_algo"], settings["decode_param"]
     if algo == "fixed":
@@ -35,21 +31,26 @@ def options_of(settings: dict[str, Any]) -> dict[str, Any]:
     return {"threshold": value}
 
 
-@requires_golden
-@pytest.mark.parametrize("name", ["llada-tiny-a", "dream-tiny-a"])
-@pytest.mark.parametrize("index", range(9))
-def test_the_published_loop(name: str, index: int) -> None:
-    found = golden_cases(name, "decode_dcd")
-    if index >= len(found):
-        pytest.skip("this model has fewer cases")
-    case: Case = found[index]
+ENDED = ("dream-tiny-a", "sliding_dual_r8")
+"""The one case whose text ends early, see `test_published_padding_behind_the_end`."""
+
+
+def cases() -> list[Any]:
+    found = [
+        (n, c) for n in ("llada-tiny-a", "dream-tiny-a") for c in golden_cases(n, "decode_dcd")
+    ]
+    return [pytest.param(n, c, id=f"{n}-{c['name']}") for n, c in found if (n, c["name"]) != ENDED]
+
+
+def published(name: str, case: Case, **more: Any) -> Generation:
     s = case["settings"]
-    if any(word in case["name"] for word in LATER):
-        pytest.skip("no cache here refreshes after a number of decoded tokens")
     sliding = s["window_type"] == "sliding"
+    cache, _, vicinity = s["cache_type"].partition("-delay")
     options = {f"dcd.{key}": value for key, value in options_of(s).items()}
     if sliding:
         options["schedule.max_length"] = s["max_window_length"]
+    if sliding and cache != "none":
+        options |= {"refresh_tokens": s["refresh_count"], "vicinity": int(vicinity or 0)}
     (result,) = decode(
         name,
         case,
@@ -57,13 +58,46 @@ def test_the_published_loop(name: str, index: int) -> None:
         s["initial_window_length"] if sliding else s["block_size"],
         sampler="dcd",
         schedule="sliding" if sliding else "fixed",
-        cache=s["cache_type"],
+        cache=cache,
         options=options,
+        **more,
     )
-    committed = [step["committed"] for step in case["steps"] if step["committed"]]
-    assert [[p for p, _ in step] for step in steps_of(result)] == committed
+    return result
+
+
+def committed(case: Case) -> list[list[int]]:
+    return [step["committed"] for step in case["steps"] if step["committed"]]
+
+
+@requires_golden
+@pytest.mark.parametrize(("name", "case"), cases())
+def test_the_published_loop(name: str, case: Case) -> None:
+    result = published(name, case)
+    assert [[p for p, _ in step] for step in steps_of(result)] == committed(case)
     assert list(result.ids) == case["final_ids"][0][len(rows_of(case)[0]) :]
-    assert result.forwards == len(committed)
+    assert result.forwards == len(committed(case))
+    computed = sum(step["forward_length"] for step in case["steps"])
+    assert result.trace.computed_positions == computed
+
+
+@requires_golden
+def test_published_padding_behind_the_end() -> None:
+    """An end id makes the published loop fill all that follows it with pads, which later forwards
+    see and which count as decoded; here those positions stay masked. Given as frozen, they lead to
+    the same decisions."""
+    name, which = ENDED
+    (case,) = (c for c in golden_cases(name, "decode_dcd") if c["name"] == which)
+    (first,), *rest = committed(case)
+    assert steps_of(published(name, case))[0] == [[first, case["settings"]["eos_id"]]]
+    start = len(rows_of(case)[0])
+    final = case["final_ids"][0][start:]
+    behind = dict(enumerate(final))
+    for place in range(first - start):
+        del behind[place]
+    result = published(name, case, frozen=behind)
+    assert [[p for p, _ in step] for step in steps_of(result)] == rest
+    assert list(result.ids) == final
+    assert result.forwards == len(rest)
 
 
 def test_the_window_holds_as_many_masks() -> None:

@@ -5,6 +5,7 @@ Forwards equal the reference's minus its idle ones (calls after which nothing wa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -42,11 +43,18 @@ def rows_of(case: Case) -> list[list[int]]:
 
 
 def decode(
-    name: str, case: Case, length: int, block: int, *, cfg_scale: float = 0.0, **method: Any
+    name: str,
+    case: Case,
+    length: int,
+    block: int,
+    *,
+    cfg_scale: float = 0.0,
+    frozen: Mapping[int, int] | None = None,
+    **method: Any,
 ) -> list[Generation]:
     decoder = Decoder(model(name), cfg_scale=cfg_scale, debug=True, **method)
     requests = [
-        Request(row, gen_length=length, block_length=block, stop_at_eos=False)
+        Request(row, gen_length=length, block_length=block, stop_at_eos=False, frozen=frozen or {})
         for row in rows_of(case)
     ]
     return decoder.generate(requests)
