@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.attention import PackedAttention, Watch
-from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, check_fit
+from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, RowView, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
@@ -121,7 +121,8 @@ class Engine:
     def _turn(self, state: _Flight) -> None:
         """One forward for all rows in flight, and what follows from it."""
         rows, info = state.rows, self.model.info
-        plans = [self.cache.plan(row.view(info.shift)) for row in rows]
+        views = [row.view(info.shift) for row in rows]
+        plans = [self.cache.plan(view) for view in views]
         base = window_base(rows, self.sampler)
         canvas, readable = build_canvas(
             rows,
@@ -133,14 +134,15 @@ class Engine:
             decided="decided" in self.sampler.needs,
             window="window" in self.sampler.needs,
             draw=self.draw,
-            horizons=[self._horizon(row) for row in rows],
+            horizons=[self._horizon(row, view) for row, view in zip(rows, views, strict=True)],
         )
         memory = self._memory(state, canvas)
         query = self.sampler.query(canvas, memory)
         scope = _scope(rows, plans, base, state.width, query)
         if self.debug:
             _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
-        output = self._forward(state, plans, readable, canvas, query, scope)
+        hooks = self._hooks(views, plans)
+        output = self._forward(state, plans, hooks, readable, canvas, query, scope)
         focus = self.schedule.focus(canvas, output)
         if focus is not None:
             canvas = _focused(canvas, focus)
@@ -154,11 +156,11 @@ class Engine:
         received = _Outcome.received(outcome, len(rows), state.width)
         self._apply(state, plans, readable, scope, received)
 
-    def _horizon(self, row: Row) -> int:
+    def _horizon(self, row: Row, view: RowView) -> int:
         """Turns that can be foreseen: until the next refresh, or until the row must finish."""
         if not self.schedule.keeps_windows:
             return 1
-        turns = self.cache.horizon(row.view(self.model.info.shift))
+        turns = self.cache.horizon(view)
         left = row.turn_limit - row.turn
         return left if turns is None else min(turns, left)
 
@@ -185,13 +187,13 @@ class Engine:
         self,
         state: _Flight,
         plans: Sequence[RowPlan],
+        hooks: Sequence[LayerHook | None],
         readable: Sequence[np.ndarray],
         canvas: Canvas,
         query: Query | None,
         scope: Scope,
     ) -> Output:
         info = self.model.info
-        hooks = self._hooks(state.rows, plans)
         packed = pack(
             state.rows,
             plans,
@@ -229,11 +231,10 @@ class Engine:
             stats["attention"] = attend.watched
         return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
 
-    def _hooks(self, rows: Sequence[Row], plans: Sequence[RowPlan]) -> list[LayerHook | None]:
+    def _hooks(self, views: Sequence[RowView], plans: Sequence[RowPlan]) -> list[LayerHook | None]:
         """What the policy does inside the layers, for each row; nothing with most policies."""
         if type(self.cache).hook is CachePolicy.hook:
-            return [None] * len(rows)
-        views = [row.view(self.model.info.shift) for row in rows]
+            return [None] * len(views)
         return [self.cache.hook(view, plan) for view, plan in zip(views, plans, strict=True)]
 
     def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
@@ -422,6 +423,8 @@ def _end_mask(
     device: torch.device,
 ) -> Tensor | None:
     """`rule` for every scored position, `(n,)`; None where it holds nowhere."""
+    if all(row.request.eos == "none" for row in rows):
+        return None
     parts = [
         np.tile(rule(row, positions), count)
         for row, positions, count in zip(rows, readable, counts, strict=True)

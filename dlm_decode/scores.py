@@ -70,8 +70,13 @@ def top(scores: Tensor, eligible: Tensor, count: Tensor | int) -> Tensor:
 
 
 def best(scores: Tensor, eligible: Tensor) -> Tensor:
-    """The best eligible position of each row (none where nothing is eligible), `(B, W)` bool."""
-    return top(scores, eligible, 1)
+    """The best eligible position of each row (none where nothing is eligible), `(B, W)` bool.
+
+    The same as `top(scores, eligible, 1)` without its sorts; NaN counts as highest there too.
+    """
+    keyed = scores.nan_to_num(torch.inf, torch.inf, -torch.inf).masked_fill(~eligible, -torch.inf)
+    highest = eligible & (keyed == keyed.amax(-1, keepdim=True))
+    return highest & (highest.cumsum(-1) == 1)
 
 
 def sorted_by_rank(values: Tensor, rank: Tensor) -> Tensor:

@@ -55,19 +55,19 @@ class Threshold(Sampler):
         c = confidence(output, law=self.law)
         tau = self._tau(c, canvas.eligible)
         chosen = c > tau if self.strict else c >= tau
-        limit = self._limit(canvas, state)
+        if self.steps is None:
+            chosen = chosen | best(c, canvas.eligible)
+            return commit_candidates(canvas, output, chosen, c), state
+        limit = self._limit(canvas, state, self.steps)
         chosen = (chosen & top(c, canvas.eligible, limit)) | best(c, canvas.eligible)
         carry = (limit - chosen.sum(-1)).clamp(min=0)
         return commit_candidates(canvas, output, chosen, c), state | {"carry": carry}
 
-    def _limit(self, canvas: Canvas, state: Any) -> Tensor:
-        """Most tokens `(B,)` of this step: all, or the budget of Fast-dLLM's loop for Dream."""
-        masks = window_masks(canvas)
-        if self.steps is None:
-            return masks
-        steps = block_steps(canvas, state["masks"], self.steps)
+    def _limit(self, canvas: Canvas, state: Any, most: int) -> Tensor:
+        """Most tokens `(B,)` of this step: the budget of Fast-dLLM's loop for Dream."""
+        steps = block_steps(canvas, state["masks"], most)
         budget = (state["masks"] // steps) * (canvas.step < steps)
-        return torch.minimum(budget + state["carry"], masks)
+        return torch.minimum(budget + state["carry"], window_masks(canvas))
 
     def _tau(self, c: Tensor, eligible: Tensor) -> Tensor | float:
         """The threshold; relative to the best it is min(tau, max c - 1e-5), `(B, 1)`."""
