@@ -21,7 +21,7 @@ from dlm_decode.scores import confidence, ranks
 from dlm_decode.types import Canvas, Output
 
 BUNDLED_GRAPH = Path(__file__).parent / "assets" / "draft_graph.json"
-"""The graph of the bundled model."""
+"""A graph learnt from the bundled model, for whoever names none."""
 
 Node = tuple[tuple[int, int], ...]
 """What a draft fills in: pairs (i, j), i the rank of a masked position, j that of its token."""
@@ -63,12 +63,6 @@ class DraftGraph:
     def first(self, count: int) -> DraftGraph:
         """The graph of the first `count` nodes, at least one."""
         return DraftGraph(self.nodes[: max(count, 1)])
-
-
-def chain_graph(count: int) -> DraftGraph:
-    """{(1,1)}, {(1,1),(2,1)}, ...: the most confident positions, one more in each node."""
-    ranked = [(i, 1) for i in range(1, count + 1)]
-    return DraftGraph(tuple(tuple(ranked[:size]) for size in range(1, count + 1)))
 
 
 def _check_node(node: Any) -> None:

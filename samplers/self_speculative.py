@@ -11,7 +11,6 @@ from torch import Tensor
 from dlm_decode.drafts import (
     BUNDLED_GRAPH,
     DraftGraph,
-    chain_graph,
     instantiate,
     odds,
     read_graph,
@@ -74,7 +73,7 @@ class SelfSpeculative(Wrapper):
         choices=("chain", "graph"),
     )
     graph: str | None = option(
-        None, "file of a draft graph (none: the bundled model's, or the most confident tokens)"
+        None, "file of a draft graph (none: one learnt from the bundled model)"
     )
     min_acceptance: float = option(
         0.0, "forward no draft less probable than this; 0 forwards all", low=0.0, high=1.0
@@ -111,10 +110,7 @@ class SelfSpeculative(Wrapper):
 
     @property
     def _nodes(self) -> DraftGraph:
-        count = self.max_states - 1
-        if self.graph is None and not BUNDLED_GRAPH.is_file():
-            return chain_graph(max(count, 1))
-        return read_graph(self.graph or str(BUNDLED_GRAPH)).first(count)
+        return read_graph(self.graph or str(BUNDLED_GRAPH)).first(self.max_states - 1)
 
     def begin(self, canvas: Canvas) -> Any:
         rows, width = canvas.tokens.shape

@@ -12,8 +12,8 @@ import torch
 
 from dlm_decode.api import Decoder
 from dlm_decode.drafts import (
+    BUNDLED_GRAPH,
     DraftGraph,
-    chain_graph,
     instantiate,
     odds,
     read_graph,
@@ -31,6 +31,12 @@ from tests.unit.speculation_cases import model_of
 
 P = torch.tensor([[0.5, 0.9, 0.7, 0.2]], dtype=torch.float64)
 BEST, SECOND = torch.tensor([[2, 3, 4, 5]]), torch.tensor([[6, 7, 6, 7]])
+
+
+def chain_graph(count: int) -> DraftGraph:
+    """{(1,1)}, {(1,1),(2,1)}, ...: the most confident positions, one more in each node."""
+    ranked = [(i, 1) for i in range(1, count + 1)]
+    return DraftGraph(tuple(tuple(ranked[:size]) for size in range(1, count + 1)))
 
 
 def output_of(p: torch.Tensor = P) -> Output:
@@ -151,3 +157,11 @@ def test_the_audit_counts_and_explains_divergences() -> None:
     assert report.identical == 0 and report.divergences[0].id == "a"
     gap = report.divergences[0].score_gap
     assert report.divergences[0].step == 0 and gap is not None and 0 < gap < 1
+
+
+def test_the_bundled_graph_is_read_where_none_is_named() -> None:
+    drawn = read_graph(str(BUNDLED_GRAPH))
+    assert len(drawn.nodes) == 10
+    assert drawn.nodes[0] == ((1, 1),), "the most confident position alone is the likeliest draft"
+    wrapper = SelfSpeculative(Llada(), max_states=4, drafter="graph")
+    assert wrapper._nodes == drawn.first(3)
