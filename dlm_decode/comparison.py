@@ -7,13 +7,13 @@ task's items, their order and the greedy decoding are the same for all.
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dlm_decode.api import Decoder
+from dlm_decode.clock import clock_of
 from dlm_decode.compose import chain_classes
 from dlm_decode.errors import CapabilityError, OptionError
 from dlm_decode.eval.statistics import aup, wilson
@@ -143,9 +143,10 @@ def _point(
     lengths: Mapping[str, Any],
 ) -> Point:
     requests = [decoder.request(item.prompt, id=item.id, **lengths) for item in items]
-    started = time.perf_counter()
+    clock = clock_of(decoder.model.device)
+    started = clock()
     results = decoder.generate(requests)
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     return Point(
         method.sampler + "".join(f" {k}={v}" for k, v in method.fixed.items()),
         "" if method.knob is None else f"{method.knob.rpartition('.')[2]}={value}",

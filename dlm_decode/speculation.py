@@ -5,7 +5,6 @@ The decoding itself is `samplers/self_speculative.py`, the graphs are in `drafts
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.caches import CACHES, CachePolicy
+from dlm_decode.clock import clock_of
 from dlm_decode.drafts import DraftGraph, Node
 from dlm_decode.errors import OptionError
 from dlm_decode.samplers import SAMPLERS, Sampler
@@ -172,9 +172,8 @@ def audit_lossless(decoder: Decoder, requests: Sequence[Request]) -> LosslessRep
 
 
 def timed(decoder: Decoder, requests: Sequence[Request]) -> Timed:
-    """The requests decoded, and the seconds: on a CPU those it spent, which other programs on the
-    machine lengthen least, elsewhere those of the clock."""
-    clock = time.process_time if decoder.model.device.type == "cpu" else time.perf_counter
+    """The requests decoded, and the seconds by `clock_of`."""
+    clock = clock_of(decoder.model.device)
     began = clock()
     return decoder.generate(requests), clock() - began
 

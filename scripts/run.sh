@@ -5,4 +5,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/venv.sh
 set_up_venv
 export HF_HUB_OFFLINE=1
-exec .venv/bin/python scripts/demo.py "$@"
+exec "$VENV/bin/python" scripts/demo.py "$@"

@@ -8,11 +8,11 @@ set_up_venv test
 export HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the models of the tests are too small to share out
 
-python=.venv/bin/python
+python="$VENV/bin/python"
 if [[ $# -gt 0 ]]; then
-  exec $python -m pytest "$@"
+  exec "$python" -m pytest "$@"
 fi
-$python -m ruff check .
-$python -m ruff format --check .
-$python -m mypy
-exec $python -m pytest --cov --cov-report=term
+"$python" -m ruff check .
+"$python" -m ruff format --check .
+"$python" -m mypy
+exec "$python" -m pytest --cov --cov-report=term

@@ -1,20 +1,23 @@
-# Sourced by run.sh and test.sh from the repository's root: `set_up_venv [EXTRA]` makes .venv hold this
-# checkout with the versions of constraints.txt. Nothing is installed again until these files change.
-# PYTHON names the interpreter to use; pip's own configuration says where packages come from.
+# Sourced by run.sh, test.sh and test_extras.sh from the repository's root: `set_up_venv [EXTRAS]` makes
+# the folder VENV (.venv unless set) hold this checkout with the versions of constraints.txt. Nothing is
+# installed again until these files change. PYTHON names the interpreter to use; pip's own configuration
+# says where packages come from.
+
+VENV="${VENV:-.venv}"
 
 set_up_venv() {
   local extra="${1:-}" stamp wanted python
-  stamp=".venv/installed-${extra:-plain}"
-  if [[ ! -x .venv/bin/python ]] || ! .venv/bin/python -c '' 2>/dev/null; then
+  stamp="$VENV/installed-${extra:-plain}"
+  if [[ ! -x $VENV/bin/python ]] || ! "$VENV/bin/python" -c '' 2>/dev/null; then
     python="$(find_python)"
-    echo "making .venv with $python" >&2
-    "$python" -m venv --clear .venv
+    echo "making $VENV with $python" >&2
+    "$python" -m venv --clear "$VENV"
   fi
   wanted="$(install_key)"
   if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
-    echo "installing into .venv (the first time takes minutes)" >&2
+    echo "installing into $VENV (the first time takes minutes)" >&2
     install_torch
-    .venv/bin/python -m pip install --quiet -c constraints.txt -e ".${extra:+[$extra]}"
+    "$VENV/bin/python" -m pip install --quiet -c constraints.txt -e ".${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
   fi
 }
@@ -31,9 +34,9 @@ find_python() {
   return 1
 }
 
-# A digest of all that decides what gets installed, the folder included: .venv cannot be moved.
+# A digest of all that decides what gets installed, the folder included: it cannot be moved.
 install_key() {
-  .venv/bin/python - <<'END'
+  "$VENV/bin/python" - <<'END'
 import hashlib, os, pathlib, sys
 
 text = "".join(pathlib.Path(name).read_text() for name in ("pyproject.toml", "constraints.txt"))
@@ -44,7 +47,7 @@ END
 # Without a GPU the CPU build is taken where one can be had: from pip's configured places, or else from
 # PyTorch's index. The build on PyPI, several times as large, runs without a GPU too.
 install_torch() {
-  local version pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet)
+  local version pip=("$VENV/bin/python" -m pip --disable-pip-version-check install --quiet)
   version="$(sed -n 's/^torch==//p' constraints.txt)"
   if [[ "$(uname -s)" == Linux ]] && ! has_gpu; then
     "${pip[@]}" --no-deps "torch==$version+cpu" 2>/dev/null && return

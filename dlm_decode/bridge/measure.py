@@ -15,6 +15,7 @@ from dlm_decode.bridge.law import Sampling
 from dlm_decode.bridge.loop import Speculator
 from dlm_decode.bridge.stats import Speculation, Totals
 from dlm_decode.bridge.verifier import Feed, Verifier
+from dlm_decode.clock import clock_of
 
 HEADER = (
     "| controller | rule | T | tokens / verifier forward | accepted / drafted "
@@ -88,9 +89,10 @@ class Comparison:
             seed=self.seed,
             max_batch_size=self.max_batch_size,
         )
-        started_s = time.perf_counter()
+        clock = clock_of(self.verifier.device)
+        started_s = clock()
         done = speculator.generate(self.prompts, max_new_tokens=self.max_new_tokens)
-        return done, time.perf_counter() - started_s
+        return done, clock() - started_s
 
 
 def measure_costs(

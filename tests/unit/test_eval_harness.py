@@ -1,6 +1,6 @@
 """lm-evaluation-harness: its prompts and scores are ours, and its traps do not catch the adapter.
 
-Skipped where lm-eval is not installed; scripts/eval_extras.py installs it and runs this.
+Skipped where lm-eval is not installed; scripts/test_extras.sh installs it and runs this.
 """
 
 from __future__ import annotations

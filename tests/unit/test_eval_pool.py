@@ -1,6 +1,6 @@
 """A pool of decoders gives what one decoder gives, also when a worker dies on the way.
 
-Skipped where Ray is not installed; scripts/eval_extras.py installs it and runs this.
+Skipped where Ray is not installed; scripts/test_extras.sh installs it and runs this.
 """
 
 from __future__ import annotations
