@@ -199,3 +199,17 @@ def test_the_script_trains_on_the_models_own_answers(
     assert is_for(str(out), loaded.model)
     decoder = Decoder(loaded, "demask", options={"predictor": str(out)})
     assert len(decoder.generate("Reverse the list", gen_length=8)[0].ids) == 8
+
+
+def test_the_bundled_predictor_is_that_of_the_bundled_model() -> None:
+    """It names the weights it was trained on, and its influences stay inside the bound."""
+    loaded = load()
+    assert is_for("bundled", loaded.model)
+    prompt = "Reverse the list [ lion owl wolf ]"
+    found = {}
+    for tau in (0.01, 0.3):
+        options = {"predictor": "bundled", "tau": tau}
+        decoder = Decoder(loaded, "demask", options=options)
+        (found[tau],) = decoder.generate(prompt, gen_length=32, block_length=32)
+    assert found[0.01].text == "[ wolf owl lion ]"
+    assert found[0.3].forwards < found[0.01].forwards <= found[0.01].tokens
