@@ -109,6 +109,12 @@ class PackedAttention:
         and watched layers."""
 
     @property
+    def row_runs(self) -> list[tuple[int, int]] | None:
+        """How many rows lie side by side and how long they are, if all are whole, else None."""
+        whole = all(g.own and not g.length and g.sources is None for g in self._groups)
+        return [(g.rows, g.query) for g in self._groups] if whole else None
+
+    @property
     def run_layer(self) -> Callable[[int, LayerParts, Tensor], Tensor] | None:
         """Runs a whole layer where hooks choose its tokens; None, and no cost, where none does."""
         partial = any(isinstance(group.hook, PartialHook) for group in self._groups)

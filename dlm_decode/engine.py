@@ -23,7 +23,7 @@ from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM
+from dlm_decode.models import DiffusionLM, ModelInfo
 from dlm_decode.outcome import Settled, permitted, settle
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.rows import Row, TurnRecord
@@ -72,12 +72,7 @@ class Engine:
     storage: Storage = field(default_factory=Storage)
 
     def __post_init__(self) -> None:
-        unmet = self.sampler.needs - OFFERED
-        if unmet:
-            raise CapabilityError(
-                f"the sampler needs {', '.join(sorted(unmet))}, which this engine does not offer "
-                f"(offered: {', '.join(sorted(OFFERED))})"
-            )
+        check_needs(self.sampler, self.model.info)
         check_fit(self.cache, self.model.info)
         self.storage.check(self.cache, self.model, self.lanes)
 
@@ -348,6 +343,22 @@ class Engine:
                 state.rows.append(row)
                 reports.append((row, None))
         yield from reports
+
+
+def check_needs(sampler: Sampler, info: ModelInfo) -> None:
+    """Raise `CapabilityError` for a sampler that asks for what engine or model do not offer."""
+    unmet = sampler.needs - OFFERED
+    if unmet:
+        raise CapabilityError(
+            f"the sampler needs {', '.join(sorted(unmet))}, which this engine does not offer "
+            f"(offered: {', '.join(sorted(OFFERED))})"
+        )
+    inside = sampler.needs & {"attention", "shadow"}
+    if inside and info.whole_rows:
+        raise CapabilityError(
+            f"the sampler needs {', '.join(sorted(inside))}, which {info.family} does not offer: "
+            f"{info.whole_rows}"
+        )
 
 
 class _Flight:

@@ -7,12 +7,13 @@ heads, K head size, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor, device, dtype
 
+from dlm_decode.errors import CapabilityError
 from dlm_decode.registry import Registry
 
 Regime = Literal["full", "block_causal"]
@@ -34,6 +35,17 @@ class Attend(Protocol):
         ...
 
 
+def row_runs(attend: Attend) -> Sequence[tuple[int, int]]:
+    """The rows of a forward, for a model that needs them whole: runs of `(rows, length)`.
+
+    They lie one behind the other in the packed tokens, each with all of its positions from 0 on.
+    """
+    runs: Sequence[tuple[int, int]] | None = getattr(attend, "row_runs", None)
+    if runs is None:
+        raise CapabilityError("this model computes whole rows, and this forward has only parts")
+    return runs
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """What the engine has to know of a checkpoint; every id comes from the checkpoint's own files.
@@ -43,7 +55,8 @@ class ModelInfo:
     a block-causal model's blocks are those of the request's block length (this one's by default).
     `block_length` and `block_origin` are the family's trained block size (None: any) and where
     blocks are counted from. `vocab_size` counts the rows of the LM head. `runs_layers`: where its
-    `Attend` has a `run_layer(layer, parts, x)`, the model leaves each layer to that.
+    `Attend` has a `run_layer(layer, parts, x)`, the model leaves each layer to that. `whole_rows`
+    says why its forwards have to compute rows whole, see `row_runs`; empty: they need not.
     """
 
     family: str
@@ -62,6 +75,7 @@ class ModelInfo:
     block_length: int | None = None
     block_origin: Literal["prompt", "absolute"] = "prompt"
     runs_layers: bool = True
+    whole_rows: str = ""
 
 
 class LayerParts(Protocol):

@@ -5,6 +5,7 @@ Letters as in `dlm_decode.models`, and C for the size of the condition.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,12 +32,15 @@ TOKENS = SpecialTokens(
 )
 
 FREQUENCIES = 256
-"""Width of the embedding of a time; all its sines are 0 and its cosines 1 at the time 0."""
+"""Width of the embedding of a time: cosines, then sines."""
+
+SLOWEST = 1e-4
+"""The frequencies of that embedding fall from 1 towards this."""
 
 LAYER_EPS = 1e-5
 
-KEPT_WIDE = {"backbone.rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max"}
-"""Tensors that are in fp32 or wider in any model."""
+KEPT_WIDE = ("rotary_emb.inv_freq", "sampling_eps_min", "sampling_eps_max")
+"""How the tensors end that are in fp32 or wider in any model."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class DiTConfig:
     """Sizes of a diffusion transformer; `condition_size` None: without adaptive norms (adaLN).
 
     `noise_bounds`: checkpoints store the bounds of the noise they were trained with, which decoding
-    does not use.
+    does not use. The published names of all other tensors begin with `prefix`.
     """
 
     vocab_size: int
@@ -54,6 +58,7 @@ class DiTConfig:
     max_positions: int
     condition_size: int | None
     noise_bounds: bool = False
+    prefix: str = "backbone."
 
     @property
     def head_size(self) -> int:
@@ -73,7 +78,8 @@ class Tensors(nn.Module):
         super().__init__()
         self.held = nn.ParameterDict()
         for name, shape in shapes.items():
-            kind = torch.promote_types(dtype, torch.float32) if name in KEPT_WIDE else dtype
+            wide = torch.promote_types(dtype, torch.float32)
+            kind = wide if name.endswith(KEPT_WIDE) else dtype
             self.held[name.replace(".", "/")] = parameter(*shape, device=device, dtype=kind)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -101,7 +107,7 @@ class DiTBlock(nn.Module):
         sin: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
-        """`x (T, D)` to `(T, D)` under `condition (C,)`."""
+        """`x (T, D)` to `(T, D)` under `condition (C,)` or `(T, C)`."""
         w = self.tensors
         shift, scale, gate, ff_shift, ff_scale, ff_gate = modulation(w, condition, 6)
         h = layer_norm(x, w["norm1.weight"]) * (1 + scale) + shift
@@ -165,11 +171,11 @@ class BD3LM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.outer["backbone.vocab_embed.embedding"].device
+        return self.part("vocab_embed.embedding").device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.outer["backbone.vocab_embed.embedding"].dtype
+        return self.part("vocab_embed.embedding").dtype
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
@@ -177,39 +183,54 @@ class BD3LM(nn.Module):
         """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
         x = self.embedding(ids) if embeds is None else embeds
         cos, sin = self.rotation(positions)
-        condition = self.condition()
+        condition = self.condition(ids, attend)
         for layer, block in enumerate(self.blocks):
             x = block(x, condition, cos, sin, lambda q, k, v, i=layer: attend(i, q, k, v))
-        shift, scale = modulation(self.outer, condition, 2, "backbone.output_layer.")
-        normed = layer_norm(x, self.outer["backbone.output_layer.norm_final.weight"])
+        last = f"{self.config.prefix}output_layer."
+        shift, scale = modulation(self.outer, condition, 2, last)
+        normed = layer_norm(x, self.part("output_layer.norm_final.weight"))
         return normed * (1 + scale) + shift
 
     def embedding(self, ids: Tensor) -> Tensor:
         """Input embeddings `(..., D)` of `ids (...)`."""
-        return F.embedding(ids, self.outer["backbone.vocab_embed.embedding"])
+        return F.embedding(ids, self.part("vocab_embed.embedding"))
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
-        weight, bias = (self.outer[f"backbone.output_layer.linear.{n}"] for n in ("weight", "bias"))
+        weight, bias = (self.part(f"output_layer.linear.{name}") for name in ("weight", "bias"))
         return F.linear(hidden, weight[start:stop], bias[start:stop])
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines `(T, 1, K)` for `rotate`, rounded to the model's dtype."""
         wide = torch.promote_types(self.dtype, torch.float32)
-        angles = torch.outer(positions.to(wide), self.outer["backbone.rotary_emb.inv_freq"])
+        angles = torch.outer(positions.to(wide), self.part("rotary_emb.inv_freq"))
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cos.to(self.dtype), sin.to(self.dtype)
 
-    def condition(self) -> Tensor | None:
+    def condition(self, ids: Tensor, attend: Attend) -> Tensor | None:
         """The condition `(C,)` of the time 0; None without adaLN."""
         if self.config.condition_size is None:
             return None
-        w, prefix = self.outer, "backbone.sigma_map.mlp."
-        ones = torch.ones(FREQUENCIES // 2, device=self.device, dtype=self.dtype)
-        time = torch.cat((ones, torch.zeros_like(ones)))
-        inner = F.silu(F.linear(time, w[f"{prefix}0.weight"], w[f"{prefix}0.bias"]))
-        return F.silu(F.linear(inner, w[f"{prefix}2.weight"], w[f"{prefix}2.bias"]))
+        return self.timed(torch.zeros((), device=self.device, dtype=self.dtype))
+
+    def timed(self, times: Tensor) -> Tensor:
+        """The condition `(..., C)` of `times (...)`."""
+        half = FREQUENCIES // 2
+        wide = torch.promote_types(self.dtype, torch.float32)
+        falling = torch.arange(half, device=self.device, dtype=wide) / half
+        angles = times.to(wide)[..., None] * (math.log(SLOWEST) * falling).exp()
+        waves = torch.cat((angles.cos(), angles.sin()), -1).to(self.dtype)
+        inner = F.silu(self._timed_layer(0, waves))
+        return F.silu(self._timed_layer(2, inner))
+
+    def _timed_layer(self, place: int, x: Tensor) -> Tensor:
+        weight, bias = (self.part(f"sigma_map.mlp.{place}.{name}") for name in ("weight", "bias"))
+        return F.linear(x, weight, bias)
+
+    def part(self, name: str) -> Tensor:
+        """A tensor outside the blocks."""
+        return self.outer[self.config.prefix + name]
 
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor under its published name: views, to be read or filled in place."""
@@ -217,7 +238,8 @@ class BD3LM(nn.Module):
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, DiTBlock)
             inner = block.tensors.named()
-            named |= {f"backbone.blocks.{layer}.{name}": view for name, view in inner.items()}
+            start = f"{self.config.prefix}blocks.{layer}."
+            named |= {start + name: view for name, view in inner.items()}
         return named
 
     def aliases(self) -> dict[str, str]:
@@ -293,22 +315,23 @@ def outer_shapes(config: DiTConfig) -> dict[str, tuple[int, ...]]:
     """Published name -> shape of the tensors outside the blocks."""
     d, c = config.hidden_size, config.condition_size
     shapes: dict[str, tuple[int, ...]] = {
-        "backbone.vocab_embed.embedding": (config.vocab_size, d),
-        "backbone.rotary_emb.inv_freq": (config.head_size // 2,),
-        "backbone.output_layer.norm_final.weight": (d,),
-        "backbone.output_layer.linear.weight": (config.vocab_size, d),
-        "backbone.output_layer.linear.bias": (config.vocab_size,),
+        "vocab_embed.embedding": (config.vocab_size, d),
+        "rotary_emb.inv_freq": (config.head_size // 2,),
+        "output_layer.norm_final.weight": (d,),
+        "output_layer.linear.weight": (config.vocab_size, d),
+        "output_layer.linear.bias": (config.vocab_size,),
     }
-    if config.noise_bounds:
-        shapes |= {"sampling_eps_min": (), "sampling_eps_max": ()}
     if c is not None:
         shapes |= {
-            "backbone.sigma_map.mlp.0.weight": (c, FREQUENCIES),
-            "backbone.sigma_map.mlp.0.bias": (c,),
-            "backbone.sigma_map.mlp.2.weight": (c, c),
-            "backbone.sigma_map.mlp.2.bias": (c,),
+            "sigma_map.mlp.0.weight": (c, FREQUENCIES),
+            "sigma_map.mlp.0.bias": (c,),
+            "sigma_map.mlp.2.weight": (c, c),
+            "sigma_map.mlp.2.bias": (c,),
         }
-    return shapes | _modulation_shapes("backbone.output_layer.", 2 * d, c)
+    shapes |= _modulation_shapes("output_layer.", 2 * d, c)
+    named = {config.prefix + name: shape for name, shape in shapes.items()}
+    bounds = ("sampling_eps_min", "sampling_eps_max") if config.noise_bounds else ()
+    return named | {name: () for name in bounds}
 
 
 def _modulation_shapes(prefix: str, size: int, c: int | None) -> dict[str, tuple[int, ...]]:
@@ -319,11 +342,14 @@ def _modulation_shapes(prefix: str, size: int, c: int | None) -> dict[str, tuple
 
 
 def modulation(w: Tensors, condition: Tensor | None, parts: int, prefix: str = "") -> list[Any]:
-    """`parts` vectors `(D,)`: shift, scale and, of a block, gate, twice; neutral without adaLN."""
+    """`parts` vectors `(D,)`, or `(T, D)` of conditions `(T, C)`; neutral without adaLN.
+
+    They are shift, scale and, of a block, gate, twice.
+    """
     if condition is None:
         return [0.0, 0.0, 1.0] * 2 if parts == 6 else [0.0, 0.0]
     name = f"{prefix}adaLN_modulation"
-    return list(F.linear(condition, w[f"{name}.weight"], w[f"{name}.bias"]).chunk(parts))
+    return list(F.linear(condition, w[f"{name}.weight"], w[f"{name}.bias"]).chunk(parts, -1))
 
 
 def layer_norm(x: Tensor, weight: Tensor) -> Tensor:

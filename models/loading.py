@@ -71,7 +71,7 @@ def load_model(
     """
     path = local_folder(path_or_hub_id)
     family = find_family(read_json(path / "config.json"))
-    shards = weight_shards(path)
+    shards = weight_shards(path, stored_name(family))
     files = published_files(path)
     dtype = dtype or configured_dtype(files.config) or next(iter(shards.dtypes.values()))
     plan = family.from_published(files, device="meta", dtype=dtype)
@@ -166,8 +166,9 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
 
 @dataclass(frozen=True)
 class Shards:
-    """Which file stores which tensor, with its shape and dtype."""
+    """Which file stores which tensor, with its shape and dtype; `name_of` gives it its name."""
 
+    name_of: Callable[[str], str | None]
     files: dict[str, Path] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -176,17 +177,26 @@ class Shards:
         """All tensors, file by file, each read when it is asked for."""
         for path in dict.fromkeys(self.files.values()):
             with open_shard(path) as shard:
-                for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                    yield name, shard.get_tensor(name)
+                for stored in shard.keys():  # noqa: SIM118 (not a mapping)
+                    name = self.name_of(stored)
+                    if name is not None:
+                        yield name, shard.get_tensor(stored)
 
 
-def weight_shards(path: Path) -> Shards:
+def stored_name(family: type[Family]) -> Callable[[str], str | None]:
+    """How a family calls a stored tensor, None if it has no use for it; most: as it is stored."""
+    return getattr(family, "stored_name", str)
+
+
+def weight_shards(path: Path, name_of: Callable[[str], str | None] = str) -> Shards:
     """What the headers of all weight files in a folder say."""
-    found = Shards()
+    found = Shards(name_of)
     for file in shard_paths(path):
         with open_shard(file) as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a mapping)
-                _note_tensor(found, name, file, shard.get_slice(name))
+            for stored in shard.keys():  # noqa: SIM118 (not a mapping)
+                name = name_of(stored)
+                if name is not None:
+                    _note_tensor(found, name, file, shard.get_slice(stored))
     if not found.files:
         raise CheckpointError(f"the weight files of {path} hold no tensors")
     return found

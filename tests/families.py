@@ -43,6 +43,15 @@ DIT = {
     "time_conditioning": False,
     "causal": False,
 }
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 128,
+    "vocab_size": 48,
+    **IDS,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_diffusion": {**DECODER, "model_type": "a2d-qwen3", "head_dim": 8},
     "qwen3_diffusion-blocks": {
@@ -94,6 +103,37 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "bd3lm": {**DIT, "cross_attn": True, "adaln": False},
     "mdlm": {**DIT, "cross_attn": False, "adaln": True},
+    "sedd": {
+        "tokens": 47,
+        "graph": {"type": "absorb"},
+        "noise": {"type": "loglinear"},
+        "model": {
+            "type": "ddit",
+            "hidden_size": 32,
+            "cond_dim": 8,
+            "length": 128,
+            "n_blocks": 2,
+            "n_heads": 4,
+            "scale_by_sigma": True,
+        },
+    },
+    "masked_lm": {**ENCODER, "model_type": "bert"},
+    "masked_lm-roberta": {
+        **ENCODER,
+        "model_type": "roberta",
+        "pad_token_id": 1,
+        "type_vocab_size": 1,
+        "layer_norm_eps": 1e-5,
+    },
+    "masked_lm-modernbert": {
+        **ENCODER,
+        "model_type": "modernbert",
+        "global_attn_every_n_layers": 3,
+        "local_attention": 8,
+        "cls_token_id": 41,
+        "sep_token_id": 42,
+        "bos_token_id": 41,
+    },
 }
 
 

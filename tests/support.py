@@ -18,6 +18,7 @@ def full_attend(lengths: Sequence[int]) -> Attend:
         rows = zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True)
         return torch.cat([attention(*row) for row in rows])
 
+    attend.row_runs = [(1, length) for length in lengths]  # type: ignore[attr-defined]
     return attend
 
 

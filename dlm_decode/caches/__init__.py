@@ -173,6 +173,11 @@ def check_fit(cache: CachePolicy, info: ModelInfo) -> None:
             f"cache {CACHES.name_of(cache)!r} does not fit {info.family}: {_MISFITS[info.regime]} "
             f"(caches for this model: {', '.join(others)})"
         )
+    if cache.stores and info.whole_rows:
+        raise CapabilityError(
+            f"cache {CACHES.name_of(cache)!r} does not fit {info.family}: {info.whole_rows}; "
+            "take cache none"
+        )
     if cache.runs_layers and not info.runs_layers:
         raise CapabilityError(
             f"cache {CACHES.name_of(cache)!r} computes part of the tokens of a layer, which "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +63,11 @@ def plan(files: Published) -> Family:
 
 def stored(folder: Path, model: Family) -> tuple[Shards | None, list[str]]:
     """What the weight files hold (None: nothing readable), and what is wrong with them."""
-    from dlm_decode.models.loading import check_tensors, weight_shards
+    from dlm_decode.models.loading import check_tensors, stored_name, weight_shards
 
     shards = None
     try:
-        shards = weight_shards(folder)
+        shards = weight_shards(folder, stored_name(type(model)))
         check_tensors(model, shards)
     except CheckpointError as error:
         return shards, [str(error)]
@@ -130,19 +130,29 @@ def weights(model: Family, shards: Shards | None) -> dict[str, Any]:
 
 
 def supports(info: ModelInfo) -> dict[str, Any]:
-    """Caches that fit, those among them that change nothing, and the schedule by default."""
+    """Caches and samplers that fit, caches that change nothing, and the schedule by default."""
     from dlm_decode.api import default_schedule
     from dlm_decode.caches import CACHES, check_fit
+    from dlm_decode.engine import check_needs
+    from dlm_decode.samplers import SAMPLERS
 
-    fitting = []
-    for name in CACHES.names():
-        try:
-            check_fit(CACHES.create(name), info)
-        except CapabilityError:
-            continue
-        fitting.append(name)
-    exact = [name for name in fitting if CACHES.get(name).exactness == "exact"]
-    return {"caches": fitting, "exact_caches": exact, "schedule": default_schedule(info)}
+    caches = [name for name in CACHES.names() if _fits(check_fit, CACHES.create(name), info)]
+    samplers = [n for n in SAMPLERS.names() if _fits(check_needs, SAMPLERS.create(n), info)]
+    exact = [name for name in caches if CACHES.get(name).exactness == "exact"]
+    return {
+        "caches": caches,
+        "exact_caches": exact,
+        "samplers": samplers,
+        "schedule": default_schedule(info),
+    } | ({"no_cache_because": info.whole_rows} if info.whole_rows else {})
+
+
+def _fits(check: Callable[[Any, ModelInfo], None], part: Any, info: ModelInfo) -> bool:
+    try:
+        check(part, info)
+    except CapabilityError:
+        return False
+    return True
 
 
 def as_text(found: Mapping[str, Any]) -> str:
