@@ -139,6 +139,23 @@ class BD3LM(nn.Module):
     """
 
     paper: ClassVar[str] = "BD3-LM, arXiv:2503.09573; MDLM, arXiv:2406.07524"
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "model_type": "bd3lm",
+        "block_size": 4,
+        "vocab_size": 48,
+        "model_length": 512,
+        "hidden_dim": 32,
+        "cond_dim": 8,
+        "n_blocks": 2,
+        "n_heads": 4,
+        "time_conditioning": False,
+        "causal": False,
+        "cross_attn": True,
+        "adaln": False,
+        "mask_token_id": 44,
+        "eos_token_id": 42,
+        "pad_token_id": 42,
+    }
 
     def __init__(
         self,

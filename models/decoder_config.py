@@ -20,6 +20,24 @@ SUPPORTED: Mapping[str, Any] = {
 
 QWEN3_SUPPORTED: Mapping[str, Any] = {**SUPPORTED, "attention_bias": False}
 
+TINY: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "vocab_size": 48,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "mask_token_id": 44,
+    "eos_token_id": 42,
+    "pad_token_id": 42,
+}
+"""What the tiny models of these families have in their config.json, see `published.Family`."""
+
 NAMES: Mapping[str, str] = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",

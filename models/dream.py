@@ -9,7 +9,12 @@ import torch
 
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, model_info
-from dlm_decode.models.decoder_config import QWEN2_NAMES, SUPPORTED, qwen2_config
+from dlm_decode.models.decoder_config import (
+    QWEN2_NAMES,
+    SUPPORTED,
+    TINY,
+    qwen2_config,
+)
 from dlm_decode.models.published import Published, SpecialTokens
 
 TOKENS = SpecialTokens(
@@ -29,6 +34,11 @@ class Dream(Backbone):
 
     paper: ClassVar[str] = "Dream 7B: Diffusion Large Language Models, arXiv:2508.15487"
     names: ClassVar[Mapping[str, str]] = QWEN2_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+    }
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

@@ -10,7 +10,12 @@ import torch
 
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, model_info
-from dlm_decode.models.decoder_config import QWEN2_NAMES, SUPPORTED, qwen2_config
+from dlm_decode.models.decoder_config import (
+    QWEN2_NAMES,
+    SUPPORTED,
+    TINY,
+    qwen2_config,
+)
 from dlm_decode.models.published import Published, SpecialTokens
 
 TOKENS = SpecialTokens(
@@ -37,6 +42,11 @@ class FastDLLMv2(Backbone):
 
     paper: ClassVar[str] = "Fast-dLLM v2, arXiv:2509.26328"
     names: ClassVar[Mapping[str, str]] = QWEN2_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "model_type": "Fast_dLLM_Qwen",
+        "bd_size": 4,
+    }
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

@@ -61,6 +61,28 @@ class LLaDA(Backbone):
         "up": "model.transformer.blocks.{}.up_proj.weight",
         "down": "model.transformer.blocks.{}.ff_out.weight",
     }
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "block_type": "llama",
+        "activation_type": "silu",
+        "layer_norm_type": "rms",
+        "rope": True,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-5,
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "mlp_hidden_size": 64,
+        "max_sequence_length": 512,
+        "vocab_size": 48,
+        "embedding_size": 48,
+        "mask_token_id": 44,
+        "eos_token_id": 42,
+        "pad_token_id": 42,
+        "weight_tying": False,
+    }
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

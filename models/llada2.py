@@ -10,7 +10,13 @@ import torch
 
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
-from dlm_decode.models.decoder_config import EXPERT_NAMES, NAMES, decoder_config, rotary_size
+from dlm_decode.models.decoder_config import (
+    EXPERT_NAMES,
+    NAMES,
+    TINY,
+    decoder_config,
+    rotary_size,
+)
 from dlm_decode.models.decoder_config import SUPPORTED as DECODER_SUPPORTED
 from dlm_decode.models.feed_forward import ExpertsConfig
 from dlm_decode.models.llada_moe import TOKENS
@@ -47,6 +53,23 @@ class LLaDA2(Backbone):
         "shared_gate": "model.layers.{}.mlp.shared_experts.gate_proj.weight",
         "shared_up": "model.layers.{}.mlp.shared_experts.up_proj.weight",
         "shared_down": "model.layers.{}.mlp.shared_experts.down_proj.weight",
+    }
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "num_hidden_layers": 3,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "score_function": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.5,
+        "block_size": 4,
     }
 
     @classmethod

@@ -15,6 +15,7 @@ from dlm_decode.models.decoder_config import (
     EXPERT_NAMES,
     QWEN3_NAMES,
     QWEN3_SUPPORTED,
+    TINY,
     decoder_config,
     rotary_size,
 )
@@ -50,6 +51,18 @@ class LLaDAMoE(Backbone):
 
     paper: ClassVar[str] = "LLaDA-MoE, arXiv:2509.24389"
     names: ClassVar[Mapping[str, str]] = {**QWEN3_NAMES, **EXPERT_NAMES}
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "architectures": ["LLaDAMoEModelLM"],
+        "model_type": "llada",
+        "qk_layernorm": True,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "expert_intermediate_size": 8,
+        "dense_intermediate_size": 64,
+        "moe_layer_freq": [0, 1],
+        "partial_rotary_factor": 1,
+    }
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

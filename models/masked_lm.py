@@ -37,6 +37,18 @@ class MaskedLM(nn.Module):
     """
 
     paper: ClassVar[str] = "BERT, arXiv:1810.04805; ModernBERT, arXiv:2412.13663"
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 128,
+        "vocab_size": 48,
+        "mask_token_id": 44,
+        "eos_token_id": 42,
+        "pad_token_id": 42,
+    }
 
     def __init__(
         self, net: PreTrainedModel, files: Published, *, published: Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -172,6 +172,8 @@ class Family(DiffusionLM, Protocol):
     """A model that is read from and saved to a published layout."""
 
     published: dict[str, Any]
+    tiny: ClassVar[Mapping[str, Any]]
+    """A config.json of a tiny model of the family, which tests and `toy.random_model` make."""
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from dlm_decode.models.decoder_config import (
     QWEN3_NAMES,
     QWEN3_SUPPORTED,
     SUPPORTED,
+    TINY,
     qwen2_config,
     qwen3_config,
 )
@@ -45,6 +46,7 @@ class Qwen3Diffusion(Backbone):
 
     paper: ClassVar[str] = "dLLM, github.com/ZHZisZZ/dllm; BD3-LM, arXiv:2503.09573"
     names: ClassVar[Mapping[str, str]] = QWEN3_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {**TINY, "model_type": "a2d-qwen3", "head_dim": 8}
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
@@ -67,6 +69,7 @@ class Qwen2Diffusion(Backbone):
 
     paper: ClassVar[str] = Qwen3Diffusion.paper
     names: ClassVar[Mapping[str, str]] = QWEN2_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {**TINY, "model_type": "a2d-qwen2"}
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

@@ -14,6 +14,7 @@ from dlm_decode.models.decoder_config import (
     EXPERT_NAMES,
     QWEN3_NAMES,
     QWEN3_SUPPORTED,
+    TINY,
     decoder_config,
 )
 from dlm_decode.models.feed_forward import ExpertsConfig
@@ -38,6 +39,16 @@ class RND1(Backbone):
     names: ClassVar[Mapping[str, str]] = {
         **{part: name for part, name in QWEN3_NAMES.items() if part not in ("gate", "up", "down")},
         **EXPERT_NAMES,
+    }
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "model_type": "rnd1",
+        "head_dim": 16,
+        "intermediate_size": None,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
     }
 
     @classmethod

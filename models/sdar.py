@@ -10,7 +10,12 @@ import torch
 
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, model_info
-from dlm_decode.models.decoder_config import QWEN3_NAMES, QWEN3_SUPPORTED, qwen3_config
+from dlm_decode.models.decoder_config import (
+    QWEN3_NAMES,
+    QWEN3_SUPPORTED,
+    TINY,
+    qwen3_config,
+)
 from dlm_decode.models.published import Published, SpecialTokens
 
 TOKENS = SpecialTokens(
@@ -30,6 +35,13 @@ class SDAR(Backbone):
 
     paper: ClassVar[str] = "SDAR, arXiv:2510.06303; TraDo, arXiv:2509.06949"
     names: ClassVar[Mapping[str, str]] = QWEN3_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "architectures": ["SDARForCausalLM"],
+        "model_type": "sdar",
+        "head_dim": 8,
+        "block_size": 4,
+    }
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:

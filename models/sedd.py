@@ -52,6 +52,20 @@ class SEDD(BD3LM):
     """SEDD, absorbing: a score entropy diffusion transformer, read as a masked LM; no cache."""
 
     paper: ClassVar[str] = "SEDD, arXiv:2310.16834"
+    tiny: ClassVar[Mapping[str, Any]] = {
+        "tokens": 47,
+        "graph": {"type": "absorb"},
+        "noise": {"type": "loglinear"},
+        "model": {
+            "type": "ddit",
+            "hidden_size": 32,
+            "cond_dim": 8,
+            "length": 128,
+            "n_blocks": 2,
+            "n_heads": 4,
+            "scale_by_sigma": True,
+        },
+    }
 
     def __init__(self, *args: Any, last_sigma: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dlm_decode.errors import CapabilityError
-from dlm_decode.models import Attend, ModelInfo
+from dlm_decode.models import FAMILIES, Attend, ModelInfo
 from dlm_decode.models.backbone import Backbone, Block
 from dlm_decode.models.dream import Dream
 from dlm_decode.models.llada import LLaDA
-from dlm_decode.models.published import Published
+from dlm_decode.models.published import Family, Published
 from dlm_decode.models.sdar import SDAR
 
-M = TypeVar("M", bound=Backbone)
+M = TypeVar("M", bound=Family)
 
 LOG_ZERO = -1e4
 """Logit of the impossible: its probability is exactly 0 in every dtype, and 0 * logit is no NaN."""
@@ -41,7 +41,27 @@ SPREAD = {
     "gate": (0.0, 1.4),
     "up": (0.0, 1.0),
     "down": (0.0, 1.0),
+    "qkv": (0.0, 2.0),
+    "router": (0.0, 1.5),
+    "router_bias": (0.0, 0.2),
+    "expert_gate": (0.0, 1.4),
+    "expert_up": (0.0, 1.0),
+    "expert_down": (0.0, 1.0),
 }
+
+
+def random_model(
+    family: str,
+    seed: int = 0,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Family:
+    """A tiny model of any registered family with random weights, small enough to test with.
+
+    `changes` are fields of its config.json other than those of the family's `tiny`.
+    """
+    return _random(cast("type[Family]", FAMILIES.get(family)), seed, changes or {}, dtype)
 
 
 def random_llada(
@@ -56,30 +76,16 @@ def random_llada(
     dtype: torch.dtype = torch.float32,
 ) -> LLaDA:
     """A LLaDA with random weights; mask id `vocab - 4`, end id `vocab - 6`."""
-    config = {
-        "architectures": ["LLaDAModelLM"],
-        "model_type": "llada",
-        "block_type": "llama",
-        "activation_type": "silu",
-        "layer_norm_type": "rms",
-        "rope": True,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
+    sizes = {
         "d_model": hidden,
         "n_layers": layers,
         "n_heads": heads,
         "n_kv_heads": kv_heads or heads,
         "mlp_hidden_size": 2 * hidden,
         "max_sequence_length": max_positions,
-        "vocab_size": vocab,
         "embedding_size": vocab,
-        "mask_token_id": vocab - 4,
-        "eos_token_id": vocab - 6,
-        "pad_token_id": vocab - 6,
-        "weight_tying": False,
     }
-    model = LLaDA.from_published(Published(config), device="cpu", dtype=dtype)
-    return randomise(model, seed)
+    return _random(LLaDA, seed, sizes | _vocabulary(vocab), dtype)
 
 
 def random_dream(
@@ -94,26 +100,8 @@ def random_dream(
     dtype: torch.dtype = torch.float32,
 ) -> Dream:
     """A Dream (shift 1, grouped queries) with random weights; mask `vocab - 4`, end `vocab - 6`."""
-    config = {
-        "architectures": ["DreamModel"],
-        "model_type": "Dream",
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": 2 * hidden,
-        "max_position_embeddings": max_positions,
-        "vocab_size": vocab,
-        "mask_token_id": vocab - 4,
-        "eos_token_id": vocab - 6,
-        "pad_token_id": vocab - 6,
-        "tie_word_embeddings": False,
-    }
-    model = Dream.from_published(Published(config), device="cpu", dtype=dtype)
-    return randomise(model, seed)
+    sizes = _sizes(layers, hidden, heads, kv_heads, max_positions)
+    return _random(Dream, seed, sizes | _vocabulary(vocab), dtype)
 
 
 def random_sdar(
@@ -129,47 +117,53 @@ def random_sdar(
     dtype: torch.dtype = torch.float32,
 ) -> SDAR:
     """A block-causal SDAR (blocks of `block`) with random weights; ids as in `random_dream`."""
-    config = {
-        "architectures": ["SDARForCausalLM"],
-        "model_type": "sdar",
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
+    sizes = _sizes(layers, hidden, heads, kv_heads, max_positions)
+    blocks = {"head_dim": hidden // heads, "block_size": block}
+    return _random(SDAR, seed, sizes | blocks | _vocabulary(vocab), dtype)
+
+
+def _random(family: type[M], seed: int, changes: Mapping[str, Any], dtype: torch.dtype) -> M:
+    files = Published({**family.tiny, **changes})
+    return randomise(cast("M", family.from_published(files, device="cpu", dtype=dtype)), seed)
+
+
+def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, positions: int) -> dict[str, int]:
+    return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
         "intermediate_size": 2 * hidden,
-        "max_position_embeddings": max_positions,
-        "vocab_size": vocab,
-        "block_size": block,
-        "mask_token_id": vocab - 4,
-        "eos_token_id": vocab - 6,
-        "pad_token_id": vocab - 6,
-        "tie_word_embeddings": False,
+        "max_position_embeddings": positions,
     }
-    model = SDAR.from_published(Published(config), device="cpu", dtype=dtype)
-    return randomise(model, seed)
+
+
+def _vocabulary(size: int) -> dict[str, int]:
+    ids = {"mask_token_id": size - 4, "eos_token_id": size - 6, "pad_token_id": size - 6}
+    return {"vocab_size": size, **ids}
 
 
 @torch.no_grad()
 def randomise(model: M, seed: int) -> M:
     """Fill a model with random weights; those of a seed are the same up to rounding in any dtype.
 
-    The mask's row of the head is zero, so that the mask is never the argmax.
+    In a `Backbone` the mask's row of the head is zero, so that the mask is never the argmax.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(view: Tensor, mean: float, deviation: float) -> None:
-        scale = deviation / view.shape[-1] ** 0.5 if view.ndim == 2 else deviation
+        scale = deviation / view.shape[-1] ** 0.5 if view.ndim > 1 else deviation
         noise = torch.randn(view.shape, generator=generator, dtype=torch.float64)
         view.copy_(mean + scale * noise)
 
+    if not isinstance(model, Backbone):
+        for view in model.weights().values():
+            draw(view, *((0.0, 1.5) if view.ndim > 1 else (1.0, 0.2)))
+        return model
     for block in model.blocks:
         assert isinstance(block, Block)
         for part, view in block.parts().items():
-            draw(view, *SPREAD[part])
+            draw(view, *SPREAD[part.removeprefix("shared_").partition("/")[0]])
     draw(model.embed, 0.0, model.config.hidden_size**0.5)
     draw(model.norm, 1.0, 0.2)
     if not model.config.tied:

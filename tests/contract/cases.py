@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from dlm_decode.rows import Row, make_row
 from dlm_decode.samplers import SAMPLERS
 from dlm_decode.schedules import SCHEDULES, Window
 from dlm_decode.types import Generation, Request, Step
+from tests.families import TINY, made
 
 OFFSET, CELLS, TOKENS = 4, 9, 5
 """Of the tabular task: where its canvas begins, its positions, and its tokens without the mask."""
@@ -45,21 +46,25 @@ def tabular() -> Tabular:
     return Tabular(joint, vocab_size=TOKENS + 1, offset=OFFSET, end_ids=(0,))
 
 
-def random_model(make: Callable[..., DiffusionLM]) -> Callable[[], DiffusionLM]:
-    """A tiny one of a family; in fp64, so that neither batches nor caches round differently."""
-    return lambda: make(2, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64)
-
+SMALL: dict[str, Any] = {"hidden": 16, "heads": 2, "kv_heads": 1, "vocab": 32}
 
 MODELS: dict[str, Callable[[], DiffusionLM]] = {
-    name.removeprefix("random_"): random_model(make)
-    for name, make in sorted(vars(toy).items())
-    if name.startswith("random_") and callable(make)
-} | {"tabular": tabular}
+    "dream": lambda: toy.random_dream(2, **SMALL, dtype=torch.float64),
+    "llada": lambda: toy.random_llada(2, **SMALL, dtype=torch.float64),
+    "sdar": lambda: toy.random_sdar(2, **SMALL, dtype=torch.float64),
+    "tabular": tabular,
+}
+"""Tiny models; in fp64, so that neither batches nor caches round differently."""
+
+FAMILY_MODELS: dict[str, Callable[[], DiffusionLM]] = {
+    name: partial(made, name, torch.float64) for name in TINY if name not in MODELS
+}
+"""One of each other family, for the shorter suite over all families."""
 
 
 @cache
 def model_of(name: str) -> DiffusionLM:
-    return MODELS[name]()
+    return (MODELS | FAMILY_MODELS)[name]()
 
 
 @cache

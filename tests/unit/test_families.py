@@ -16,16 +16,17 @@ from dlm_decode.api import Decoder
 from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, grouped_linear, route
+from dlm_decode.models.llada import LLaDA
+from dlm_decode.models.llada_moe import LLaDAMoE
 from dlm_decode.models.loading import find_family, load_model, save_model
-from dlm_decode.models.toy import random_llada
 from dlm_decode.types import Request
-from tests.families import CONFIGS, blocks_from, golden_forward, golden_model, logits_of, made
+from tests.families import TINY, blocks_from, golden_forward, golden_model, logits_of, made
 from tests.golden import requires_golden
 from tests.support import full_attend, row_positions
 
 TOLERANCE = 5e-4
 
-EVERY = pytest.mark.parametrize("name", CONFIGS)
+EVERY = pytest.mark.parametrize("name", TINY)
 
 
 # --------------------------------------------------------------------------- published logits
@@ -368,5 +369,5 @@ def test_rotary_settings_are_read_where_transformers_5_puts_them() -> None:
 
 
 def test_both_llada_layouts_are_told_apart() -> None:
-    assert find_family(CONFIGS["llada_moe"]).__name__ == "LLaDAMoE"
-    assert find_family(random_llada().published).__name__ == "LLaDA"
+    for family in (LLaDA, LLaDAMoE):
+        assert find_family(family.tiny) is family

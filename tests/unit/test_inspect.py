@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dlm_decode.cli import main
 from dlm_decode.models.loading import save_model
-from tests.families import CONFIGS, made
+from tests.families import TINY, made
 
 Captured = pytest.CaptureFixture[str]
 
@@ -21,7 +21,7 @@ def inspect(path: Path, capsys: Captured, *, status: int) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 def test_every_family_is_described(name: str, tmp_path: Path, capsys: Captured) -> None:
     model = made(name)
     save_model(model, tmp_path)
