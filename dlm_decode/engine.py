@@ -328,7 +328,7 @@ class Engine:
             stop = int(outcome.stop[i])
             if stop >= 0 and stop != row.window.stop:
                 row.window = replace(row.window, stop=stop)
-            row.advance(self.schedule, record.steps)
+            row.advance(self.schedule, record.steps, stay=int(outcome.stay[i]) > 0)
 
     def _settle_rows(self, state: _Flight) -> Iterator[tuple[Row, Generation | None]]:
         """Report every row; finished ones give back their place first."""
@@ -336,7 +336,7 @@ class Engine:
         flying, state.rows = state.rows, []
         reports: list[tuple[Row, Generation | None]] = []
         for row, done in zip(flying, state.done, strict=True):
-            if not row.masked.any() or (done and ends) or row.ended(ends, revokes):
+            if row.filled or (done and ends) or row.ended(ends, revokes):
                 state.release(row)
                 reports.append((row, row.close(self.model.info)))
             else:
@@ -494,7 +494,14 @@ def _outcome(
     unset = torch.full_like(canvas.commits, -1)
     per_row = [
         unset if value is None else value.to(torch.int64)
-        for value in (decision.done, focus, decision.steps, decision.commits, decision.branches)
+        for value in (
+            decision.done,
+            decision.stay,
+            focus,
+            decision.steps,
+            decision.commits,
+            decision.branches,
+        )
     ]
     planes = (settled.codes, settled.tokens, sure, order)
     return torch.cat([*(plane.reshape(-1) for plane in planes), *per_row])
@@ -509,6 +516,7 @@ class _Outcome:
     sure: np.ndarray
     order: np.ndarray
     done: np.ndarray
+    stay: np.ndarray
     stop: np.ndarray
     steps: np.ndarray
     commits: np.ndarray
@@ -521,7 +529,7 @@ class _Outcome:
         planes = flat[:size].reshape(4, rows, width)
         sure = planes[2].to(torch.int32).view(torch.float32).numpy()
         codes, tokens, _, order = planes.numpy()
-        return cls(codes, tokens, sure, order, *flat[size:].reshape(5, rows).numpy())
+        return cls(codes, tokens, sure, order, *flat[size:].reshape(6, rows).numpy())
 
     def of_row(self, i: int) -> TurnRecord:
         commits = int(self.commits[i])

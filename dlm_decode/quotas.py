@@ -37,6 +37,22 @@ def llada_quota(masks: Tensor, steps: Tensor, step: Tensor) -> Tensor:
     return masks // steps + (step < masks % steps)
 
 
+def block_share(canvas: Canvas, steps: int) -> Tensor:
+    """Tokens `(B,)` of this turn when a block's whole length is spread over `steps` of its own."""
+    return llada_quota(canvas.stop - canvas.start, torch.full_like(canvas.step, steps), canvas.step)
+
+
+def rounded_quota(masks: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens `(B,)` of a step when `masks (B,)` are expected to go evenly in `left (B,)` steps.
+
+    n / r, rounded to the nearest, halves down (dllm, github.com/ZHZisZZ/dllm, linear schedule):
+    m = 13 over S = 5 is 3, 2, 3, 2, 3. Steps that would decide nothing, r > 2n - 1, are skipped;
+    what is left of the steps afterwards is returned too.
+    """
+    r = torch.minimum(left, 2 * masks - 1).clamp(min=1)
+    return (2 * masks + r - 1) // (2 * r), r - 1
+
+
 def dream_times(steps: Tensor, eps: float, width: int) -> Tensor:
     """Times t_0 = 1 ... t_S = eps of S = `steps (B,)` equal steps, fp32 `(B, width + 1)`.
 

@@ -67,6 +67,7 @@ class Row:
     fresh: bool = True
     place: int = -1
     finishing: bool = False
+    staying: bool = False
     branches: int = 1
     block_ids: np.ndarray | None = None
     decided_at: np.ndarray = field(init=False)
@@ -160,14 +161,24 @@ class Row:
             )
         )
 
-    def advance(self, schedule: Schedule, steps: int = 1) -> None:
-        """Move on by `steps` turns' worth, and to the next window where the schedule says so."""
+    @property
+    def filled(self) -> bool:
+        """Whether nothing is left to decide, and no other turn was asked for."""
+        return not self.masked.any() and not self.staying
+
+    def advance(self, schedule: Schedule, steps: int = 1, *, stay: bool = False) -> None:
+        """Move on by `steps` turns' worth, and to the next window where the schedule says so.
+
+        Not if its window, in which nothing is masked, is to `stay` as it is for another turn.
+        """
         self.turn += steps
         self.step += steps
         if self.since_refresh >= 0:
             self.since_refresh += steps - 1
         self.finishing = self.finishing or self.turn >= self.turn_limit
-        if not self.masked.any():
+        open_window = self.masked[self.window.start : self.window.stop].any()
+        self.staying = stay and not open_window and not self.finishing
+        if self.staying or not self.masked.any():
             return
         self.last_start = self.window.start
         window = schedule.advance(self.span, self.window, self.masked)
@@ -196,7 +207,7 @@ class Row:
     def ended(self, end_ids: Sequence[int], revokes: bool) -> bool:
         """Whether everything before the first end id is settled and nothing frozen follows it."""
         end = self.first_end(end_ids) if self.request.stop_at_eos else None
-        if end is None or not self.editable[end:].all():
+        if end is None or self.staying or not self.editable[end:].all():
             return False
         settled = not self.masked[self.span.start : end].any()
         window = slice(self.window.start, self.window.stop)

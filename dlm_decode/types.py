@@ -168,7 +168,8 @@ class Decision:
     ones; `remask` makes decided editable ones masked again, both from the window's start on.
     `fill (B,)` commits every masked position of the window, `done (B,)` ends the row and gives what
     is open the end id (a model without one goes on), `hold (B,)` marks rows that mean to commit
-    nothing this turn. `scores (B, W)` are kept in the trace.
+    nothing this turn, `stay (B,)` those that keep their window for another turn although nothing in
+    it is masked any more. `scores (B, W)` are kept in the trace.
 
     A decision that stands for several steps of another sampler says so: `steps (B,)` of them,
     `order (B, W)` the step (from 0) that each position was last written in, `commits (B,)` the
@@ -182,6 +183,7 @@ class Decision:
     fill: Tensor | None = None
     done: Tensor | None = None
     hold: Tensor | None = None
+    stay: Tensor | None = None
     scores: Tensor | None = None
     steps: Tensor | None = None
     order: Tensor | None = None

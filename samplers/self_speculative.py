@@ -37,6 +37,7 @@ class Walk(NamedTuple):
     scores: Tensor
     fill: Tensor
     done: Tensor
+    stay: Tensor
 
 
 @SAMPLERS.register("self_speculative")
@@ -155,6 +156,7 @@ class SelfSpeculative(Wrapper):
             scores=torch.where(written, scores.to(walk.scores.dtype), walk.scores),
             fill=walk.fill | (live & _flag(decision.fill, live)),
             done=done,
+            stay=torch.where(live, _flag(decision.stay, live), walk.stay),
         )
 
     def _stops(self, there: Canvas) -> Tensor:
@@ -218,6 +220,7 @@ def _start(canvas: Canvas, state: Any) -> Walk:
         scores=torch.zeros_like(canvas.tokens, dtype=torch.float64),
         fill=torch.zeros_like(zeros, dtype=torch.bool),
         done=torch.zeros_like(zeros, dtype=torch.bool),
+        stay=torch.zeros_like(zeros, dtype=torch.bool),
     )
 
 
@@ -245,6 +248,7 @@ def _decision(canvas: Canvas, walk: Walk, branches: Tensor) -> Decision:
         overwrite=changed,
         fill=walk.fill,
         done=walk.done,
+        stay=walk.stay,
         scores=walk.scores,
         steps=walk.steps,
         order=walk.order,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.options import option
-from dlm_decode.quotas import block_steps, window_masks
+from dlm_decode.quotas import block_share, block_steps, window_masks
 from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.scores import LAWS, best, commit_candidates, confidence, top
 from dlm_decode.types import Canvas, Decision, Output
@@ -41,6 +41,11 @@ class Threshold(Sampler):
         "commit at most an equal share of the tokens a step, plus what earlier steps left over",
         low=1,
     )
+    denoising_steps: int | None = option(
+        None,
+        "commit at least an equal share of the block in each of so many steps (SDAR, LLaDA2)",
+        low=1,
+    )
     law: str = option(
         "propose",
         "at temperature > 0: draw everywhere and rank the draws, or rank positions, then draw",
@@ -55,6 +60,8 @@ class Threshold(Sampler):
         c = confidence(output, law=self.law)
         tau = self._tau(c, canvas.eligible)
         chosen = c > tau if self.strict else c >= tau
+        if self.denoising_steps is not None:
+            chosen = chosen | top(c, canvas.eligible, block_share(canvas, self.denoising_steps))
         if self.steps is None:
             chosen = chosen | best(c, canvas.eligible)
             return commit_candidates(canvas, output, chosen, c), state

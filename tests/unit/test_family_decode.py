@@ -34,14 +34,12 @@ def canvases(result: Generation, prompt: list[int], length: int, mask: int) -> l
 # ------------------------------------------------------------------------------------------ a2d
 
 A2D = "a2d-qwen3-tiny-a"
-ROUNDED = "dllm rounds the expected number of tokens in each step, where LLaDA splits them evenly"
 
 
 def decode_a2d(model: Family, case: Case, steps: int, cache: str = "none") -> list[Generation]:
     s = case["settings"]
-    decoder = Decoder(
-        model, "llada", cache, options={"steps": steps}, cfg_scale=s["cfg_scale"], debug=True
-    )
+    options = {"steps": steps, "split": "rounded"}
+    decoder = Decoder(model, "llada", cache, options=options, cfg_scale=s["cfg_scale"], debug=True)
     length, block = s["max_new_tokens"], s["block_size"]
     return decoder.generate(
         [
@@ -54,8 +52,6 @@ def decode_a2d(model: Family, case: Case, steps: int, cache: str = "none") -> li
 @pytest.mark.parametrize("case", cases(A2D, "dllm_mdlm"))
 def test_dllm_mdlm(case: Case) -> None:
     """Short rows are padded on the right with ends of text, which nothing attends to."""
-    if case["name"] == "mdlm_uneven_steps10":
-        pytest.skip(ROUNDED)
     results = decode_a2d(golden_model(A2D), case, case["settings"]["steps"])
     for row, (prompt, result) in enumerate(zip(case["prompts"], results, strict=True)):
         states = canvases(result, prompt, len(result.canvas) - len(prompt), 310)
@@ -110,9 +106,6 @@ def test_llada_moe_official_generate(case: Case) -> None:
 
 # --------------------------------------------------------------------------------------- LLaDA2
 
-SHARE = "fewer steps than tokens: a least share of the block in every step, which no sampler has"
-AFTER = "the published loop edits a full block in up to max_post_steps more forwards; ours moves on"
-
 
 def decode_llada2(case: Case, cache: str, sampler: str, options: dict[str, Any]) -> Generation:
     """The published loop decodes whole blocks and then cuts off what is beyond `gen_length`."""
@@ -132,9 +125,7 @@ def decode_llada2(case: Case, cache: str, sampler: str, options: dict[str, Any])
 @pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada2_generate"))
 def test_llada2_generate(case: Case, cache: str) -> None:
     s = case["settings"]
-    if s["steps"] < s["block_length"]:
-        pytest.skip(SHARE)
-    options = {"threshold": s["threshold"], "strict": True}
+    options = {"threshold": s["threshold"], "strict": True, "denoising_steps": s["steps"]}
     result = decode_llada2(case, cache, "threshold", options)
     assert generated(case, result) == case["final_ids"][0]
     assert result.forwards == case["nfe"]
@@ -154,28 +145,19 @@ def assert_canvases(case: Case, result: Generation) -> None:
         assert ours[len(prompt) :][: len(theirs)] == theirs
 
 
-def edited(case: Case, cache: str) -> Generation:
-    s = case["settings"]
-    options = {"threshold": s["threshold"], "editing_threshold": s["editing_threshold"]}
-    return decode_llada2(case, cache, "edit", options)
-
-
 @pytest.mark.parametrize("cache", ["none", "block_causal"])
 @pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada21_generate"))
 def test_llada21_generate(case: Case, cache: str) -> None:
-    if case["name"] != "b8_edit_never":
-        pytest.skip(AFTER)
-    assert generated(case, edited(case, cache)) == case["final_ids"][0]
+    """Edits among masks and, turn by turn, those of full blocks.
 
-
-@pytest.mark.parametrize("case", cases("llada2-tiny-a", "llada21_generate"))
-def test_llada21_generate_until_the_first_block_is_full(case: Case) -> None:
-    """Edits among masks are the published ones; those of a full block are not made here."""
-    if "num_to_transfer" in case["settings"]:
-        pytest.skip(SHARE)
-    prompt, result = case["prompt_ids"][0], edited(case, "none")
-    ours = canvases(result, prompt, len(result.canvas) - len(prompt), 310)
-    theirs = case["canvases"]
-    filled = next(i for i, canvas in enumerate(theirs) if 310 not in canvas)
-    for state, canvas in zip(ours[: filled + 1], theirs[: filled + 1], strict=True):
-        assert state[len(prompt) :][: len(canvas)] == canvas
+    The published loop looks once at every full block even if it may edit nothing; ours does not.
+    """
+    s = case["settings"]
+    names = ("threshold", "editing_threshold", "max_post_steps", "num_to_transfer")
+    result = decode_llada2(case, cache, "edit", {name: s[name] for name in names if name in s})
+    assert generated(case, result) == case["final_ids"][0]
+    if s["editing_threshold"] >= 1:
+        assert result.forwards < case["nfe"]
+        return
+    assert result.forwards == case["nfe"]
+    assert_canvases(case, result)

@@ -11,6 +11,7 @@ from dlm_decode.quotas import (
     dream_times,
     llada_quota,
     next_step,
+    rounded_quota,
 )
 from tests.golden import golden_json, requires_golden
 from tests.unit.sampler_cases import make_canvas
@@ -102,3 +103,22 @@ def test_block_steps_share_the_request_and_are_never_none() -> None:
     masks = torch.tensor([6, 0, 3])
     assert block_steps(canvas, masks, 16).tolist() == [16, 4, 1]
     assert block_steps(canvas, masks, None).tolist() == [6, 1, 3]
+
+
+def rounded_table(masks: int, steps: int) -> list[int]:
+    """The quotas of all steps that decide something."""
+    n, left, table = torch.tensor([masks]), torch.tensor([steps]), []
+    while n > 0:
+        quota, left = rounded_quota(n, left)
+        table.append(int(quota))
+        n = n - quota
+    return table
+
+
+@requires_golden
+def test_rounded_quotas_are_those_of_dllm() -> None:
+    """Halves go down, which is what the published arithmetic comes to in every fixture."""
+    tables = golden_json("unit", "schedules")["dllm.get_num_transfer_tokens(linear)"]
+    for case in tables:
+        assert rounded_table(case["masks"], case["steps"]) == case["out"]
+    assert rounded_table(2, 3) == [1, 1], "a step that would round to nothing is skipped"

@@ -134,6 +134,19 @@ def test_edit_without_editing_is_the_threshold_decoder() -> None:
     assert steps_of(on) != steps_of(off)
 
 
+def test_edit_forwards_full_blocks_again_until_nothing_changes() -> None:
+    """At least once, for that shows whether anything does; at most so many times in each block."""
+    request = Request([3, 5, 7], gen_length=12, block_length=6, stop_at_eos=False)
+    forwards = []
+    for most in (0, 1, 3, 16):
+        options = {"threshold": 0.0, "editing_threshold": 0.9, "max_post_steps": most}
+        (result,) = decode("edit", request, **options)
+        forwards.append(result.forwards)
+        assert forwards[0] + 2 * min(most, 1) <= forwards[-1] <= forwards[0] + 2 * most
+    assert result.trace.steps[-1].positions == (), "the last block was looked at and left"
+    assert forwards[0] == 2
+
+
 # ----------------------------------------------------------------------------------------- remdm
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -220,4 +233,4 @@ def test_the_most_eager_settings_end(name: str, options: dict[str, Any], cache: 
     for temperature in (0.0, 1.0):
         (result,) = decode(name, request, cache=cache, temperature=temperature, **given)
         assert result.finish_reason in ("length", "eos")
-        assert result.forwards <= 24
+        assert result.forwards <= 24 + 2 * 16, "16 more to edit each of two full blocks"
