@@ -24,10 +24,10 @@ from dlm_decode.models.loading import load_model, planned, save_model
 from dlm_decode.models.masked_lm import MaskedLM
 from dlm_decode.models.toy import random_llada
 from dlm_decode.types import Request
-from tests.families import CONFIGS, made
+from tests.families import TINY, made
 from tests.unit.test_loading import word_tokenizer
 
-NAMES = [name for name in CONFIGS if name.startswith("masked_lm")]
+NAMES = [name for name in TINY if name.startswith("masked_lm")]
 EVERY = pytest.mark.parametrize("name", NAMES)
 
 

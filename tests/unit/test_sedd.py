@@ -18,11 +18,11 @@ from dlm_decode.models.loading import find_family
 from dlm_decode.models.sedd import SEDD
 from dlm_decode.models.toy import from_table
 from dlm_decode.types import Request
-from tests.families import CONFIGS, made
+from tests.families import made
 from tests.reference.sedd import log_scores
 from tests.support import full_attend
 
-MASK, HEADS = 47, CONFIGS["sedd"]["model"]["n_heads"]
+MASK, HEADS = 47, SEDD.tiny["model"]["n_heads"]
 
 
 def tiny() -> SEDD:
@@ -169,7 +169,7 @@ def test_caches_that_store_are_refused(cache: str) -> None:
         ({"graph": {"type": "uniform"}}, "graph.type is 'uniform'"),
         ({"noise": {"type": "cosine"}}, "noise.type 'cosine' is neither"),
         ({"noise": None}, "noise must be an object"),
-        ({"model": CONFIGS["sedd"]["model"] | {"n_heads": 5}}, "does not divide"),
+        ({"model": SEDD.tiny["model"] | {"n_heads": 5}}, "does not divide"),
         ({"tokens": 0}, "tokens must be a positive integer"),
     ],
 )
@@ -181,6 +181,6 @@ def test_what_is_not_supported_is_refused(changes: dict[str, Any], message: str)
 def test_published_ids_are_gpt2s_with_a_mask_behind() -> None:
     model = made("sedd", tokens=50257)
     assert (model.info.mask_id, model.info.end_ids) == (50257, (50256,))
-    assert find_family(CONFIGS["sedd"]).__name__ == "SEDD"
+    assert find_family(SEDD.tiny).__name__ == "SEDD"
     geometric = made("sedd", noise={"type": "geometric", "sigma_min": 1e-4, "sigma_max": 20})
     assert isinstance(geometric, SEDD) and geometric.last_sigma == 20
