@@ -267,7 +267,8 @@ def _attention_blocks(info: ModelInfo, span: Span, length: int) -> np.ndarray | 
     if info.regime != "block_causal":
         return None
     origin = 0 if info.block_origin == "absolute" else span.start
-    return (np.arange(length, dtype=np.int64) - origin) // span.block_length
+    blocks = (np.arange(length, dtype=np.int64) - origin) // span.block_length
+    return np.maximum(blocks, -1) if info.block_origin == "whole_prompt" else blocks
 
 
 def _extent(request: Request, editable: np.ndarray) -> tuple[int, int]:

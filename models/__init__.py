@@ -54,9 +54,11 @@ class ModelInfo:
     the ids that end a text (EOS first, then end-of-turn). `regime` says what a position attends to;
     a block-causal model's blocks are those of the request's block length (this one's by default).
     `block_length` and `block_origin` are the family's trained block size (None: any) and where
-    blocks are counted from. `vocab_size` counts the rows of the LM head. `runs_layers`: where its
-    `Attend` has a `run_layer(layer, parts, x)`, the model leaves each layer to that. `whole_rows`
-    says why its forwards have to compute rows whole, see `row_runs`; empty: they need not.
+    blocks are counted from: from the prompt's end both ways, from position 0, or from the prompt's
+    end with the whole prompt as one block (D2F). `vocab_size` counts the rows of the LM head.
+    `runs_layers`: where its `Attend` has a `run_layer(layer, parts, x)`, the model leaves each
+    layer to that. `whole_rows` says why its forwards have to compute rows whole, see `row_runs`;
+    empty: they need not.
     """
 
     family: str
@@ -73,7 +75,7 @@ class ModelInfo:
     shift: int = 0
     regime: Regime = "full"
     block_length: int | None = None
-    block_origin: Literal["prompt", "absolute"] = "prompt"
+    block_origin: Literal["prompt", "absolute", "whole_prompt"] = "prompt"
     runs_layers: bool = True
     whole_rows: str = ""
 

@@ -19,7 +19,8 @@ class BlockCausal(CachePolicy):
     Block diffusion, BD3-LM (arXiv:2503.09573); SDAR (arXiv:2510.06303). Position i sees j iff
     block(j) <= block(i), so that a block's K/V are final once a forward saw all its real tokens.
     Derived: that forward is fused with the next block's first one (2 blocks of queries instead of
-    an extra forward), as is the prompt's with the first block's.
+    an extra forward), as is the prompt's with the first block's. A window that a shifted model
+    predicts from the block before alone needs no forward of its own block.
     """
 
     paper: ClassVar[str] = "BD3-LM, arXiv:2503.09573; SDAR, arXiv:2510.06303"
@@ -28,7 +29,8 @@ class BlockCausal(CachePolicy):
 
     def plan(self, row: RowView) -> RowPlan:
         assert row.blocks is not None and row.stale is not None
-        first, stop = row.window.start, _block_end(row.blocks, row.window.stop - 1)
+        first = row.window.start
+        stop = _block_end(row.blocks, max(row.window.stop - 1 - row.shift, 0))
         changed = np.flatnonzero(row.stale[: first + 1])
         begin = _block_start(row.blocks, int(changed[0]) if len(changed) else first)
         return RowPlan(span_query(min(begin, first - row.shift), stop), "window", stop=stop)
