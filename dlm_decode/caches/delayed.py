@@ -21,7 +21,8 @@ class Delayed(CachePolicy):
     was decided, and then kept. Steps 0 and 1 of a block, and every R-th, compute the row.
 
     `greedy` computes the block's masks and what lies near the tokens of the last two turns (its
-    random positions are left out: derived). `prefill` never computes the prompt again.
+    random positions are left out: derived); with `local_window` 0 it packs the active queries, the
+    masks and new tokens, and nothing else. `prefill` never computes the prompt again.
     """
 
     paper: ClassVar[str] = "dKV-Cache, arXiv:2505.15781"

@@ -104,6 +104,23 @@ def assert_pure(sampler: Sampler, given: Inputs) -> None:
 
 
 @EVERY_SAMPLER
+def test_what_is_stored_of_a_decided_position_comes_from_its_token(sampler: str) -> None:
+    """Branch 0 of a query, whose K/V the engine stores as the row's own, differs at masks only.
+
+    A slot notes the row's ids: a mask's K/V may come from a draft or a mixture, but they are noted
+    as a mask's, and so are stale once it is decided.
+    """
+    made = SAMPLERS.create(sampler)
+    for given in inputs_of(sampler, 0.0):
+        query = made.query(given.canvas, given.state)
+        decided = ~given.canvas.masked
+        if query is not None and query.tokens is not None:
+            assert torch.equal(query.tokens[:, 0][decided], given.canvas.tokens[decided])
+        if query is not None and query.mix_weights is not None:
+            assert not query.mix_weights[:, 0][decided].any()
+
+
+@EVERY_SAMPLER
 def test_fresh_state_is_a_tree_of_tensors_with_one_entry_a_row(sampler: str) -> None:
     """So that the engine can select, fork and begin anew each row by itself."""
     made = SAMPLERS.create(sampler)

@@ -172,6 +172,22 @@ def test_delayed_computes_what_is_masked_or_new() -> None:
     assert greedy.query.tolist() == [10, 11, 12, 13, 14, 15]
 
 
+def test_greedy_without_neighbours_packs_the_active_queries() -> None:
+    """The window's masks and the tokens of the last two turns, whatever else the row holds; at each
+    block one refresh, so that it computes less than `dual`."""
+    options = {"variant": "greedy", "local_window": 0, "delay": 1, "refresh_every": None}
+    age = np.where(np.arange(20) >= 13, 0, 9)
+    age[[10, 11, 12]] = 3, 2, 1
+    assert plan_of("delayed", view(age=age), **options).query.tolist() == [11, 12, 13, 14, 15]
+    ours = decode("llada", "delayed", options=options)
+    dual = decode("llada", "dual")
+    assert sum(r.trace.computed_positions for r in ours) < sum(
+        r.trace.computed_positions for r in dual
+    )
+    kinds = [r.trace.forwards_by_kind for r in ours]
+    assert [k["refresh"] for k in kinds] == [r.trace.forwards_by_kind["refresh"] for r in dual]
+
+
 def test_free_freezes_a_block_once_it_was_computed_on_its_tokens() -> None:
     stale = np.zeros(20, dtype=bool)
     stale[10] = True
