@@ -146,7 +146,8 @@ class PackedAttention:
         if not isinstance(group.hook, PartialHook) or not group.is_first or group.places is None:
             return None
         assert self._store is not None and group.positions is not None
-        stored = self._store.values[layer][group.places[group.positions]].to(values.dtype)
+        places = group.places[group.positions]
+        stored = self._store.values[layer].read(lambda pool: pool[places], values.dtype)
         return group.hook.choose(layer, values[group.start : group.stop], stored)
 
     def _stored_keys(self, layer: int, k: Tensor, count: int) -> Tensor:
@@ -154,7 +155,8 @@ class PackedAttention:
         keys = k.new_zeros(count, *k.shape[1:])
         if self._store is None or self._write_to is None:
             return keys
-        stored = self._store.keys[layer][self._write_to].to(k.dtype)
+        places = self._write_to
+        stored = self._store.keys[layer].read(lambda pool: pool[places], k.dtype)
         return stored if self._write_from is None else keys.index_copy_(0, self._write_from, stored)
 
     def _completed(
@@ -258,19 +260,19 @@ class PackedAttention:
         self,
         group: Group,
         layer: int,
-        kept: Tensor | None = None,
-        dtype: torch.dtype | None = None,
+        kept: Tensor | None,
+        dtype: torch.dtype,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Stored K and V `(rows, G, C, K)`: a view when the pages lie regularly, else gathered."""
         if group.length == 0 or self._store is None:
             return None, None
-        pools = (self._store.keys[layer], self._store.values[layer])
         if group.base is not None:
-            shape = (group.rows, group.length, *pools[0].shape[1:])
-            step = pools[0].stride()
-            strides = (group.stride * step[0], *step)
-            offset = group.base * step[0]
-            views = (pool.as_strided(shape, strides, offset) for pool in pools)
+            first, shape = group.base, (group.rows, group.length)
+
+            def view(pool: Tensor) -> Tensor:
+                step = pool.stride()
+                strides = (group.stride * step[0], *step)
+                return pool.as_strided((*shape, *pool.shape[1:]), strides, first * step[0])
         else:
             assert group.context is not None
             context = (
@@ -278,9 +280,14 @@ class PackedAttention:
                 if kept is None or group.places is None
                 else (group.places[kept][None])
             )
-            flat = context.reshape(-1)
-            views = (pool.index_select(0, flat).unflatten(0, context.shape) for pool in pools)
-        keys, values = (rearrange(view, "b n g k -> b g n k").to(dtype) for view in views)
+
+            def view(pool: Tensor) -> Tensor:
+                return pool.index_select(0, context.reshape(-1)).unflatten(0, context.shape)
+
+        keys, values = (
+            rearrange(pool.read(view, dtype), "b n g k -> b g n k")
+            for pool in (self._store.keys[layer], self._store.values[layer])
+        )
         return keys, values
 
 

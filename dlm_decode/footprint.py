@@ -104,7 +104,7 @@ def forecast(
         kept = kv_dtype or model.dtype
         store = _store(model, pages, kept) if stores else None
         activations, logits = _turn_bytes(model, store, batch, length, min(window, length))
-        held = pages * page_bytes(model.info, PAGE_LENGTH, kept.itemsize)
+        held = pages * page_bytes(model.info, PAGE_LENGTH, kept)
         return Footprint(weight_bytes(model), held, logits, activations)
 
 

@@ -10,7 +10,7 @@ to write into one that others hold takes a copy of it first (`own`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,47 @@ class Slot:
     turns: np.ndarray
 
 
+@dataclass(frozen=True)
+class Pool:
+    """K or V of one layer, `data (P, G, K)` at P places; as int8 they are in units of `scale`,
+    `(P, G, 1)` fp32."""
+
+    data: Tensor
+    scale: Tensor | None
+
+    @classmethod
+    def empty(cls, places: int, info: ModelInfo, dtype: torch.dtype, device: torch.device) -> Pool:
+        shape = (places, info.kv_heads)
+        data = torch.zeros(*shape, info.head_size, dtype=dtype, device=device)
+        if dtype.is_floating_point:
+            return cls(data, None)
+        return cls(data, torch.zeros(*shape, 1, dtype=torch.float32, device=device))
+
+    def read(self, view: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
+        """What `view` picks of the places, as numbers of `dtype`."""
+        data = view(self.data).to(dtype)
+        return data if self.scale is None else data * view(self.scale).to(dtype)
+
+    def write(self, places: Tensor, new: Tensor) -> None:
+        """Store `new (n, G, K)` at `places (n,)`."""
+        if self.scale is not None:
+            new, scale = quantised(new)
+            self.scale.index_copy_(0, places, scale)
+        self.data.index_copy_(0, places, new.to(self.data.dtype))
+
+    def copy(self, start: int, to: int, count: int) -> None:
+        """Copy `count` places from `start` on."""
+        for tensor in (self.data,) if self.scale is None else (self.data, self.scale):
+            tensor[to : to + count] = tensor[start : start + count]
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`x (..., K)` as whole numbers within 127 and their scale, `(..., 1)` fp32."""
+    exact = x.float()
+    scale = exact.abs().amax(-1, keepdim=True) / 127
+    return (exact / scale.clamp(min=torch.finfo(torch.float32).tiny)).round(), scale
+
+
 class KVStore:
     """K and V of `pages` pages of `page_length` positions for every layer."""
 
@@ -48,11 +89,12 @@ class KVStore:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (pages * page_length, info.kv_heads, info.head_size)
         self.page_length = page_length
         self._holders = np.zeros(pages, dtype=np.int64)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(info.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(info.layers)]
+        pools = [
+            Pool.empty(pages * page_length, info, dtype, device) for _ in range(2 * info.layers)
+        ]
+        self.keys, self.values = pools[: info.layers], pools[info.layers :]
 
     @property
     def free_pages(self) -> int:
@@ -121,14 +163,13 @@ class KVStore:
 
     def write(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store `keys`, `values` `(n, G, K)` at the pool indices `places (n,)`."""
-        kept = self.keys[layer].dtype
-        self.keys[layer].index_copy_(0, places, keys.to(kept))
-        self.values[layer].index_copy_(0, places, values.to(kept))
+        self.keys[layer].write(places, keys)
+        self.values[layer].write(places, values)
 
     def _copy(self, page: int, to: int) -> None:
         size = self.page_length
         for pool in (*self.keys, *self.values):
-            pool[to * size : (to + 1) * size] = pool[page * size : (page + 1) * size]
+            pool.copy(page * size, to * size, size)
 
     def _laid_out(self, pages: tuple[int, ...], length: int) -> tuple[np.ndarray, int | None]:
         """Pool indices of `length` positions in `pages`, and the first one if they are a run."""
@@ -155,6 +196,8 @@ def pages_of(length: int, page_length: int) -> int:
     return -(-length // page_length)
 
 
-def page_bytes(info: ModelInfo, page_length: int, itemsize: int) -> int:
-    """Bytes of one page over all layers, K and V."""
-    return 2 * info.layers * page_length * info.kv_heads * info.head_size * itemsize
+def page_bytes(info: ModelInfo, page_length: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, K and V, scales included."""
+    scale = 0 if dtype.is_floating_point else torch.float32.itemsize
+    head = info.head_size * dtype.itemsize + scale
+    return 2 * info.layers * page_length * info.kv_heads * head

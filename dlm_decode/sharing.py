@@ -8,6 +8,7 @@ attention a prompt's K/V depend on the whole canvas; sharing them there is an ap
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,6 +51,11 @@ class PrefixIndex:
     def __init__(self, store: KVStore) -> None:
         self._store = store
         self._pages: OrderedDict[Key, int] = OrderedDict()
+        self._coming: set[Key] = set()
+
+    def awaits(self, row: Row) -> bool:
+        """Whether the next forward stores more of the row's beginning than is known now."""
+        return not self._coming.isdisjoint(self._keys(row))
 
     def find(self, row: Row) -> tuple[int, ...]:
         """The pages that hold the beginning of the row's prompt, as many as are known."""
@@ -65,9 +71,15 @@ class PrefixIndex:
         """Note in a new slot what its first `count` pages, found here, were computed from."""
         known = slice(0, count * self._store.page_length)
         slot.tokens[known], slot.turns[known] = row.tokens[known], 0
+        self._coming.update(self._keys(row)[count:])
 
-    def enter(self, row: Row) -> None:
-        """Keep the pages of the row's prompt for others, once their K/V are stored."""
+    def enter(self, rows: Sequence[Row]) -> None:
+        """Keep the pages of these rows' prompts for others, once their K/V are stored."""
+        self._coming.clear()
+        for row in rows:
+            self._enter(row)
+
+    def _enter(self, row: Row) -> None:
         slot = row.slots[0]
         for i, key in enumerate(self._keys(row)):
             if key in self._pages:

@@ -26,10 +26,20 @@ REMEDY = "lower the batch size or the lengths"
 class Storage(Options):
     """How K/V are kept. Attention computes in the model's dtype whatever they are stored in."""
 
-    DTYPES: ClassVar[tuple[str, ...]] = ("model", "float64", "float32", "float16", "bfloat16")
+    DTYPES: ClassVar[tuple[str, ...]] = (
+        "model",
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int8",
+    )
 
     dtype: str = option(
-        "model", "what K/V are stored as: the model's dtype or this", choices=DTYPES
+        "model",
+        "what K/V are stored as: the model's dtype or this (int8 has a scale for each head of a "
+        "token)",
+        choices=DTYPES,
     )
     max_bytes: int | None = option(
         None,
@@ -76,7 +86,7 @@ class Residents:
         """
         info, dtype = model.info, storage.stored_dtype(model)
         needed = sorted((pages_of(r.length, PAGE_LENGTH) for r in rows), reverse=True)
-        size = page_bytes(info, PAGE_LENGTH, dtype.itemsize)
+        size = page_bytes(info, PAGE_LENGTH, dtype)
         pages = lanes * sum(needed[:batch])
         if storage.max_bytes is not None:
             wanted = sum(needed) if storage.share_prompts else pages
@@ -90,7 +100,10 @@ class Residents:
         return cls(store, lanes=lanes, shares=storage.share_prompts)
 
     def admit(self, row: Row) -> bool:
-        """Give the row its place; False, and nothing taken, while too few pages are free."""
+        """Give the row its place; False, and nothing taken, while too few pages are free, or while
+        a row let in this turn is about to compute what both begin with."""
+        if self._index is not None and self._index.awaits(row):
+            return False
         shared = () if self._index is None else self._index.find(row)
         self.store.hold(shared)
         needed = self._lanes * pages_of(row.length, PAGE_LENGTH) - len(shared)
@@ -107,8 +120,7 @@ class Residents:
     def after_forward(self, rows: Sequence[Row]) -> None:
         """Keep prompts that are now stored for rows that come later."""
         if self._index is not None:
-            for row in rows:
-                self._index.enter(row)
+            self._index.enter(rows)
 
     def release(self, row: Row) -> None:
         """Give the row's place back."""

@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", metavar="NAME", default="dual", help="whether it stores K/V; default: dual"
     )
-    parser.add_argument("--kv-dtype", choices=DTYPES, help="of the K/V; default: the model's")
+    parser.add_argument(
+        "--kv-dtype", choices=(*DTYPES, "int8"), help="of the K/V; default: the model's"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 

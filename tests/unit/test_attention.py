@@ -56,7 +56,7 @@ def dense(attend: PackedAttention, layer: int, q: Tensor, k: Tensor) -> Tensor:
     """Head-averaged attention `(T, N)` of every packed token, by the textbook formula."""
     lines = []
     for group in attend._groups:
-        stored, _ = attend._context(group, layer)
+        stored, _ = attend._context(group, layer, None, q.dtype)
         for row in range(group.rows):
             span = slice(group.start + row * group.query, group.start + (row + 1) * group.query)
             keys = k[span].transpose(0, 1) if stored is None else stored[row]
@@ -177,7 +177,7 @@ def test_branches_read_their_context_once_and_see_it_and_themselves(
                 places = torch.from_numpy(entry.slot.places[entry.outside()])
                 assert self._store is not None
                 keys, values = (
-                    torch.cat([pool[layer][places], x[span]])
+                    torch.cat([pool[layer].data[places], x[span]])
                     for pool, x in ((self._store.keys, k), (self._store.values, v))
                 )
                 expected = attention(q[span], keys, values)

@@ -55,11 +55,20 @@ def test_the_forecast_is_within_5_percent_of_what_is_allocated(
     assert found.peak_bytes - found.weight_bytes == pytest.approx(real, rel=0.05)
 
 
+def test_the_forecast_counts_int8_with_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measured(MAKERS["llada"](), "dual", 3, "int8")
+    monkeypatch.setattr("dlm_decode.models.toy.randomise", lambda made, seed: made)
+    found = forecast(MAKERS["llada"], batch=3, length=96, window=32, kv_dtype=torch.int8)
+    assert found.peak_bytes - found.weight_bytes == pytest.approx(real, rel=0.05)
+
+
 def test_pages_are_those_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MAKERS["llada"]()
     monkeypatch.setattr("dlm_decode.models.toy.randomise", lambda made, seed: made)
     found = forecast(MAKERS["llada"], batch=2, length=97, window=32, kv_dtype=torch.float16)
-    assert found.page_bytes == 2 * pages_of(97, PAGE_LENGTH) * page_bytes(model.info, 32, 2)
+    assert found.page_bytes == 2 * pages_of(97, PAGE_LENGTH) * page_bytes(
+        model.info, 32, torch.float16
+    )
     assert forecast(MAKERS["llada"], batch=2, length=97, window=8, stores=False).page_bytes == 0
 
 
