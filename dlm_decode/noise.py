@@ -111,14 +111,20 @@ def philox(key: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple
 def _round(words: tuple[Tensor, ...], k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
     high0, low0 = _multiply(words[0], _MULTIPLIERS[0])
     high1, low1 = _multiply(words[2], _MULTIPLIERS[1])
-    return high1 ^ words[1] ^ k0, low1, high0 ^ words[3] ^ k1, low0
+    return _mixed(high1, words[1], k0), low1, _mixed(high0, words[3], k1), low0
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, without leaving int64."""
-    low = word * (factor & 0xFFFF)
-    middle = word * (factor >> 16) + (low >> 16)
-    return (middle >> 16) & _MASK32, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+    """High (with bits above that do not count) and low 32 bits of a product, in int64.
+
+    `factor` is at least 2^31, so that with factor - 2^32 in its place nothing overflows.
+    """
+    product = word * (factor - (1 << 32))
+    return (product >> 32).add_(word), product.bitwise_and_(_MASK32)
+
+
+def _mixed(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    return high.bitwise_xor_(word).bitwise_xor_(key).bitwise_and_(_MASK32)
 
 
 def _unit(words: Tensor) -> Tensor:
