@@ -142,7 +142,7 @@ class Engine:
         if focus is not None:
             canvas = _focused(canvas, focus)
         decision, state.memory = self.sampler.decide(canvas, output, memory)
-        finishing = torch.tensor([r.finishing for r in rows], device=canvas.tokens.device)
+        finishing = _sent([r.finishing for r in rows], canvas.tokens.device)
         first = output if scope.branches == 1 else output.branch(0)
         if "window" in self.sampler.needs and self.sampler.scope == "block":
             first = permitted(canvas, first)
@@ -172,10 +172,10 @@ class Engine:
         if all(fresh):
             return self.sampler.init(canvas)
         if moved:
-            memory = select_rows(memory, torch.tensor(places, device=device))
+            memory = select_rows(memory, _sent(places, device))
         if any(fresh):
             begun = self.sampler.init(canvas)
-            memory = where_rows(torch.tensor(fresh, device=device), begun, memory)
+            memory = where_rows(_sent(fresh, device), begun, memory)
         return memory
 
     def _forward(
@@ -441,7 +441,12 @@ def _end_mask(
         for row, positions, count in zip(rows, readable, counts, strict=True)
     ]
     mask = np.concatenate(parts)
-    return torch.from_numpy(mask).to(device) if mask.any() else None
+    return _sent(mask, device) if mask.any() else None
+
+
+def _sent(values: Any, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for what it still computes."""
+    return torch.as_tensor(values).to(device, non_blocking=True)
 
 
 def _scope(
