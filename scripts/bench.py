@@ -2,18 +2,26 @@
 
     python scripts/bench.py            # both tables, on the bundled model and on a random LLaDA
     python scripts/bench.py step       # seconds per turn, and what of it is not the network
+    python scripts/bench.py head       # the LM head with its statistics against the head alone
     python scripts/bench.py decode     # tokens per second against the published loop
     python scripts/bench.py caches     # every cache policy x batch x length, with its error
+    python scripts/bench.py speculation  # what K branches of a window cost, and what they save
 
 `step` times every call of the backbone and of the LM head inside the engine's turns; the rest of a
 turn is overhead: the statistics pass over the logits, and everything else (plan, pack, decide,
 apply). `bare` is one forward of the backbone alone on the same tokens, with plain attention and
-nothing stored. `decode` runs the same decoding
-by the engine and by tests/reference (Fast-dLLM's published loop, batch 1) on the same weights and
-checks that the tokens agree. `caches` decodes with `threshold` under every policy; `scaling` is
+nothing stored, `bare_head` the LM head in one piece with nothing read off it; both together are the
+floor of a turn. `decode` runs the same decoding by the engine and by tests/reference (Fast-dLLM's
+published loop, batch 1) on the same weights and checks that the tokens agree. `caches` decodes with
+`threshold` under every policy: `floor_s` is the bare backbone on as many positions; `scaling` is
 tokens per second over those of batch 1, `bare` the same ratio for the backbone alone on a window,
-and `share` the one over the other; errors are those of `dlm-decode audit` over one request. Times
-are medians over turns or runs.
+and `share` the one over the other; errors are those of `dlm-decode audit` over one request.
+`speculation` forwards K branches of a window over shared stored K/V: `ratio` is their time over
+that of one, `floor_ratio` the same for the bare backbone on as many tokens; K branches pay while
+the forwards they leave are fewer than `pays_below` of all. On the bundled model the table of
+scripts/bench_speculation.py follows. Times are medians over turns or runs, `spread` is the
+distance of the quartiles over the median. With one thread they are seconds that the process spent,
+which other programs disturb less than the wall clock's.
 """
 
 from __future__ import annotations
@@ -26,8 +34,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,14 +51,34 @@ from dlm_decode.caches import CACHES as POLICIES
 from dlm_decode.footprint import Allocations, weight_bytes
 from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
 from dlm_decode.head import statistics as statistics_pass
+from dlm_decode.kv import KVStore
 from dlm_decode.models import Attend, DiffusionLM
 from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada
-from dlm_decode.types import Draw, Request
+from dlm_decode.types import Draw, Generation, Request
+from scripts import bench_speculation
 from tests.reference.llada import fast_dllm_generate
 from tests.reference.network import Network
 
 CACHES = ("none", "prefix", "dual")
+
+
+def now_s() -> float:
+    """Seconds spent by the process if it has one thread, else the wall clock's."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds of some runs, and the distance of their quartiles over it."""
+
+    median_s: float
+    spread: float
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Times:
+        low, middle, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
+        return cls(middle, (high - low) / middle)
 
 
 @dataclass(frozen=True)
@@ -90,20 +120,22 @@ class Timed:
         self.backbone_s: list[float] = []
         self.head_s: list[float] = []
         self.statistics_s: list[float] = []
+        self.scored: list[int] = []
 
     def statistics(self, tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
         """The engine's head pass, timed; the head's own time is taken out."""
-        start, head = time.perf_counter(), self.head_s[-1]
+        self.scored.append(len(scored.positions))
+        start, head = now_s(), self.head_s[-1]
         found = statistics_pass(tile, scored, plan)
-        self.statistics_s.append(time.perf_counter() - start - (self.head_s[-1] - head))
+        self.statistics_s.append(now_s() - start - (self.head_s[-1] - head))
         return found
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
     ) -> Tensor:
-        start = time.perf_counter()
+        start = now_s()
         hidden = self._model.forward(ids, positions, attend, embeds=embeds)
-        self.backbone_s.append(time.perf_counter() - start)
+        self.backbone_s.append(now_s() - start)
         self.head_s.append(0.0)
         return hidden
 
@@ -114,9 +146,9 @@ class Timed:
         return self._model.embedding(ids)
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        began = time.perf_counter()
+        began = now_s()
         found = self._model.logits(hidden, start, stop)
-        self.head_s[-1] += time.perf_counter() - began
+        self.head_s[-1] += now_s() - began
         return found
 
 
@@ -135,6 +167,24 @@ class StepRow:
     rest_ms: float
     overhead_share: float
     rest_share: float
+    bare_head_ms: float
+    head_ratio: float
+    turn_ratio: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """The LM head with one pass of statistics, beside the head alone."""
+
+    model: str
+    scored: int
+    asked: str
+    temperature: float
+    bare_ms: float
+    head_ms: float
+    ratio: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -150,7 +200,23 @@ class DecodeRow:
     tokens_per_s: float
     plain_tokens_per_s: float
     ratio: float
+    spread: float
     same_tokens: bool
+
+
+@dataclass(frozen=True)
+class BranchRow:
+    """One forward of K branches of a window."""
+
+    model: str
+    K: int
+    window: int
+    context: int
+    forward_ms: float
+    ratio: float
+    floor_ratio: float
+    pays_below: float
+    spread: float
 
 
 @dataclass(frozen=True)
@@ -164,6 +230,9 @@ class CacheRow:
     positions: int
     forwards: int
     seconds: float
+    floor_s: float
+    ratio: float
+    spread: float
     tokens_per_s: float
     scaling: float
     bare: float
@@ -183,7 +252,7 @@ def cache_rows(
     for length in (n for n in lengths if n <= setting.model.info.max_positions):
         shape = replace(setting, prompt=length - tokens, length=tokens)
         window = min(setting.block, tokens)
-        bare = {b: b / bare_forward_s(setting.model, window, b) for b in sizes}
+        bare = {b: b / bare_forward(setting.model, window, b).median_s for b in sizes}
         for cache in names:
             alone = 0.0
             for batch in sizes:
@@ -198,7 +267,8 @@ def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
     decoder = Decoder(setting.model, "threshold", cache, max_batch_size=batch)
     requests = setting.requests(batch)
     results = decoder.generate(requests)
-    seconds = median_s(lambda: decoder.generate(requests), runs)
+    times = timed(lambda: decoder.generate(requests), runs)
+    floor_s = cache_floor_s(setting, batch, results)
     report = audit_cache(decoder, requests[:1])
     return CacheRow(
         setting.name,
@@ -207,8 +277,11 @@ def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
         setting.prompt + setting.length,
         sum(r.trace.computed_positions for r in results),
         sum(r.forwards for r in results),
-        seconds,
-        batch * setting.length / seconds,
+        times.median_s,
+        floor_s,
+        times.median_s / floor_s,
+        times.spread,
+        batch * setting.length / times.median_s,
         1.0,
         1.0,
         1.0,
@@ -216,6 +289,16 @@ def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
         report.logit_error,
         report.commits_differ or 0,
     )
+
+
+def cache_floor_s(setting: Setting, batch: int, results: Sequence[Generation]) -> float:
+    """Seconds of the bare backbone on the positions that a decoding computed, row for row."""
+    length, window = setting.prompt + setting.length, min(setting.block, setting.length)
+    kinds = [result.trace.forwards_by_kind for result in results]
+    whole = sum(found.get(kind, 0) for found in kinds for kind in ("full", "refresh"))
+    rest = sum(result.trace.computed_positions for result in results) - whole * length
+    full_s, window_s = (bare_forward(setting.model, n, batch).median_s for n in (length, window))
+    return (whole * full_s + max(rest, 0) / window * window_s) / batch
 
 
 def peak_bytes(decoder: Decoder, requests: list[Request]) -> int:
@@ -240,28 +323,62 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
     requests = setting.requests(batch, length)
     engine.statistics = model.statistics  # the one place that is timed from outside
     decoder.generate(requests)
-    for times in (model.backbone_s, model.head_s, model.statistics_s):
+    for times in (model.backbone_s, model.head_s, model.statistics_s, model.scored):
         times.clear()
-    turns, began = [], time.perf_counter()
+    turns, began = [], now_s()
     seen: dict[str, int] = {}
     for frame in decoder.stream(requests):
         seen[frame.id] = frame.turn
         if len(seen) == batch and len(set(seen.values())) == 1:
-            turns.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            turns.append(now_s() - began)
+            began = now_s()
     kept = range(1, len(turns)) if cache != "none" else range(len(turns))
     engine.statistics = statistics_pass
     columns = [[times[i] * 1e3 for i in kept] for times in model.times(turns)]
     turn, backbone, head, passes = (statistics.median(column) for column in columns)
     rest = statistics.median(t - b - h - s for t, b, h, s in zip(*columns, strict=True))
     query = {"none": setting.prompt + length, "prefix": length, "dual": length}[cache]
-    bare = bare_forward_s(setting.model, query, batch) * 1e3
+    bare = bare_forward(setting.model, query, batch).median_s * 1e3
+    scored = round(statistics.median(model.scored[i] for i in kept))
+    bare_head = bare_head_times(setting.model, scored).median_s * 1e3
+    ratios = bare_head, (head + passes) / bare_head, turn / (bare + bare_head)
     shares = (passes + rest) / turn, rest / turn
-    return StepRow(setting.name, cache, batch, turn, bare, backbone, head, passes, rest, *shares)
+    parts = turn, bare, backbone, head, passes, rest
+    spread = Times.of(columns[0]).spread
+    return StepRow(setting.name, cache, batch, *parts, *shares, *ratios, spread)
 
 
-def bare_forward_s(model: DiffusionLM, query: int, batch: int, runs: int = 7) -> float:
-    """Seconds of one backbone forward of `batch` rows of `query` tokens, nothing stored."""
+def head_rows(setting: Setting, batches: Sequence[int], runs: int) -> Iterator[HeadRow]:
+    """The head with its statistics beside the head in one piece, by what is read off it."""
+    info, cases = setting.model.info, (("", 0.0), ("p2", 0.0), ("entropy", 0.0), ("", 1.0))
+    for count in (batch * setting.block for batch in batches):
+        bare = bare_head_times(setting.model, count, runs)
+        hidden = torch.randn(count, info.hidden_size, dtype=setting.model.dtype)
+        at = torch.arange(count)
+        for need, temperature in cases:
+            needs = frozenset({need} if need else ())
+            plan = HeadPlan(info.vocab_size, needs, Draw(temperature), info.mask_id)
+
+            def once(hidden: Tensor = hidden, at: Tensor = at, plan: HeadPlan = plan) -> None:
+                with torch.inference_mode():
+                    tile = partial(setting.model.logits, hidden)
+                    statistics_pass(tile, Scored(at, at, at), plan)
+
+            found = timed(once, runs)
+            ratio, spread = found.median_s / bare.median_s, max(found.spread, bare.spread)
+            asked, ms = need or "top1", (bare.median_s * 1e3, found.median_s * 1e3)
+            yield HeadRow(setting.name, count, asked, temperature, *ms, ratio, spread)
+
+
+def bare_head_times(model: DiffusionLM, count: int, runs: int = 7) -> Times:
+    """The LM head on `count` positions, in one piece."""
+    hidden = torch.zeros(count, model.info.hidden_size, dtype=model.dtype)
+    with torch.inference_mode():
+        return timed(lambda: model.logits(hidden), runs)
+
+
+def bare_forward(model: DiffusionLM, query: int, batch: int, runs: int = 7) -> Times:
+    """One backbone forward of `batch` rows of `query` tokens, nothing stored."""
     ids = torch.zeros(batch * query, dtype=torch.int64)
     positions = torch.arange(query).repeat(batch)
     attend = PackedAttention((Group(0, batch, query, own=True),))
@@ -270,17 +387,59 @@ def bare_forward_s(model: DiffusionLM, query: int, batch: int, runs: int = 7) ->
         with torch.inference_mode():
             model.forward(ids, positions, attend)
 
-    return median_s(once, runs)
+    return timed(once, runs)
 
 
-def median_s(run: Callable[[], object], runs: int) -> float:
+def timed(run: Callable[[], object], runs: int) -> Times:
     run()
     times = []
     for _ in range(runs):
-        start = time.perf_counter()
+        start = now_s()
         run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        times.append(now_s() - start)
+    return Times.of(times)
+
+
+def speculation_rows(setting: Setting, states: Sequence[int], runs: int) -> Iterator[BranchRow]:
+    """One forward of K versions of a window that share the row's stored K/V."""
+    window = min(setting.block, setting.length)
+    context = setting.prompt + setting.length - window
+    found: dict[int, tuple[Times, Times]] = {}
+    for k in sorted({1, *states}):
+        forward = branch_times(setting.model, context, window, k, runs)
+        bare = bare_forward(setting.model, k * window, 1, runs)
+        found[k] = forward, bare
+        (one, bare_one), ratio = found[1], forward.median_s / found[1][0].median_s
+        yield BranchRow(
+            setting.name,
+            k,
+            window,
+            context,
+            forward.median_s * 1e3,
+            ratio,
+            bare.median_s / bare_one.median_s,
+            1 / ratio,
+            max(forward.spread, one.spread),
+        )
+
+
+def branch_times(model: DiffusionLM, context: int, window: int, k: int, runs: int) -> Times:
+    """`k` windows side by side, each seeing the stored context and itself."""
+    info, tokens = model.info, k * window
+    store = KVStore(info, pages=1, page_length=context, dtype=model.dtype, device=model.device)
+    branch = torch.arange(tokens) // window
+    own = branch[:, None] == branch[None, :]
+    mask = torch.cat([torch.ones(tokens, context, dtype=torch.bool), own], dim=1)[None, None]
+    group = Group(0, 1, tokens, True, context, None, 0, context, None if k == 1 else mask)
+    attend = PackedAttention((group,), store)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    positions = context + torch.arange(window).repeat(k)
+
+    def once() -> None:
+        with torch.inference_mode():
+            model.forward(ids, positions, attend)
+
+    return timed(once, runs)
 
 
 def decode_rows(setting: Setting, folder: Path, runs: int) -> Iterator[DecodeRow]:
@@ -311,8 +470,7 @@ def decode_row(setting: Setting, network: Network, cache: str, rule: str, runs: 
         )
 
     result, reference = decoder.generate(request)[0], plain()
-    ours_s = median_s(lambda: decoder.generate(request), runs)
-    plain_s = median_s(plain, runs)
+    ours, theirs = timed(lambda: decoder.generate(request), runs), timed(plain, runs)
     return DecodeRow(
         setting.name,
         cache,
@@ -320,9 +478,10 @@ def decode_row(setting: Setting, network: Network, cache: str, rule: str, runs: 
         setting.length,
         result.forwards,
         reference.nfe,
-        setting.length / ours_s,
-        setting.length / plain_s,
-        plain_s / ours_s,
+        setting.length / ours.median_s,
+        setting.length / theirs.median_s,
+        theirs.median_s / ours.median_s,
+        max(ours.spread, theirs.spread),
         list(result.ids) == reference.tokens[0, -setting.length :].tolist(),
     )
 
@@ -347,8 +506,10 @@ def settings(width: int, layers: int, vocab: int, quick: bool) -> Iterator[tuple
         yield Setting(name, model, 256, length, 32, 4), kept
 
 
-def table(rows: Sequence[StepRow | DecodeRow | CacheRow]) -> str:
-    """Markdown."""
+def table(
+    rows: Sequence[StepRow | DecodeRow | CacheRow | BranchRow | bench_speculation.Line],
+) -> str:
+    """Markdown, a column for each field of the rows, which are of one dataclass."""
     names = list(asdict(rows[0]))
     lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     for row in rows:
@@ -371,7 +532,7 @@ def statistics_memory(setting: Setting, rows: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    kinds = ("step", "decode", "caches", "all")
+    kinds = ("step", "head", "decode", "caches", "speculation", "all")
     parser.add_argument("what", nargs="?", choices=kinds, default="all", help="all: step, decode")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -379,6 +540,9 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8, of caches 1 4 16")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="of caches")
     parser.add_argument("--tokens", type=int, default=128, help="decoded in a row of caches")
+    states = [2, 4, 8, 16]
+    parser.add_argument("--states", type=int, nargs="+", default=states, help="K of speculation")
+    parser.add_argument("--count", type=int, default=8, help="items a task, of speculation")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each decoding")
     parser.add_argument("--quick", action="store_true", help="decode 64 tokens, not 256")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
@@ -387,22 +551,31 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, fp32\n")
+    clock = "seconds spent" if torch.get_num_threads() == 1 else "wall clock"
+    print(f"times: {clock}\n")
     batches = tuple(args.batches or ((1, 4, 16) if args.what == "caches" else (1, 8)))
     lengths = tuple(args.lengths)
     found: list[dict[str, object]] = []
     for setting, folder in settings(args.width, args.layers, args.vocab, args.quick):
         for what, rows in (
             ("step", lambda s=setting: step_rows(s, batches)),
+            ("head", lambda s=setting: head_rows(s, batches, 2 * args.runs + 1)),
             ("caches", lambda s=setting: cache_rows(s, batches, lengths, args.tokens, args.runs)),
             ("decode", lambda s=setting, f=folder: decode_rows(s, f, args.runs)),
+            ("speculation", lambda s=setting: speculation_rows(s, args.states, 2 * args.runs + 1)),
         ):
-            if args.what == what or (args.what == "all" and what != "caches"):
+            if args.what == what or (args.what == "all" and what in ("step", "decode")):
                 listed = list(rows())
                 found += [{"table": what} | asdict(row) for row in listed]
                 print(
                     (table(listed) if listed else f"{setting.name}: too short") + "\n", flush=True
                 )
         print(statistics_memory(setting, max(batches) * setting.block) + "\n", flush=True)
+    if args.what == "speculation" and bundled_model_path().is_dir():
+        given = ["--count", str(args.count), "--states", *map(str, args.states)]
+        lines = list(bench_speculation.lines(bench_speculation.parser().parse_args(given)))
+        found += [{"table": "saved"} | asdict(line) for line in lines]
+        print(table(lines))
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
 

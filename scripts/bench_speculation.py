@@ -100,7 +100,8 @@ def cells(values: Iterator[object]) -> str:
     return "| " + " | ".join(shown) + " |"
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The options, which `scripts/bench.py speculation` gives too."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", help="default: the bundled one")
     parser.add_argument("--cache", default="dual")
@@ -113,7 +114,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--by-task", action="store_true", help="a row for each task too")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     names = [name.replace("_", " ") for name in Line.__dataclass_fields__]
