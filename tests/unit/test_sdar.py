@@ -114,6 +114,7 @@ def test_freedave_drafts_are_lossless(case: Case) -> None:
     result = decoder.generate(request)[0]
     assert list(result.canvas) == final
     assert result.forwards < len(final) - len(prompt)
+    assert result.forwards <= case["nfe"]
 
 
 def request_of(case: Case) -> Request:
