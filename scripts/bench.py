@@ -14,8 +14,8 @@ nothing stored, `bare_head` the LM head in one piece with nothing read off it; b
 floor of a turn. `decode` runs the same decoding by the engine and by tests/reference (Fast-dLLM's
 published loop, batch 1) on the same weights and checks that the tokens agree. `caches` decodes with
 `threshold` under every policy: `floor_s` is the bare backbone on as many positions; `scaling` is
-tokens per second over those of batch 1, `bare` the same ratio for the backbone alone on a window,
-and `share` the one over the other; errors are those of `dlm-decode audit` over one request.
+the turns of rows per second over those of batch 1, `bare` the same for the backbone alone on a
+window, and `share` the one over the other; errors are those of `dlm-decode audit` over one request.
 `speculation` forwards K branches of a window over shared stored K/V: `ratio` is their time over
 that of one, `floor_ratio` the same for the bare backbone on as many tokens; K branches pay while
 the forwards they leave are fewer than `pays_below` of all. On the bundled model the table of
@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dlm_decode import engine
 from dlm_decode.api import Decoder, load
 from dlm_decode.attention import Group, PackedAttention
-from dlm_decode.audit import audit_cache
+from dlm_decode.audit import CacheReport, audit_cache
 from dlm_decode.caches import CACHES as POLICIES
 from dlm_decode.footprint import Allocations, weight_bytes
 from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
@@ -252,24 +253,42 @@ def cache_rows(
     for length in (n for n in lengths if n <= setting.model.info.max_positions):
         shape = replace(setting, prompt=length - tokens, length=tokens)
         window = min(setting.block, tokens)
-        bare = {b: b / bare_forward(setting.model, window, b).median_s for b in sizes}
+        floors = {
+            (b, n): bare_forward(setting.model, n, b, runs).median_s / b
+            for b in sizes
+            for n in (length, window)
+        }
         for cache in names:
             alone = 0.0
+            report = audit_cache(Decoder(setting.model, "threshold", cache), shape.requests(1))
             for batch in sizes:
-                row = cache_row(shape, cache, batch, runs)
-                alone = alone or row.tokens_per_s
-                scaling, ideal = row.tokens_per_s / alone, bare[batch] / bare[1]
+                floor = floors[batch, length], floors[batch, window]
+                row = cache_row(shape, cache, batch, runs, floor, report)
+                rate = row.forwards / row.seconds
+                alone = alone or rate
+                scaling, ideal = rate / alone, floors[1, window] / floors[batch, window]
                 yield replace(row, scaling=scaling, bare=ideal, share=scaling / ideal)
 
 
-def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
-    """Time, cost and memory of one decoding, and how far one of its rows is from no cache."""
+def cache_row(
+    setting: Setting,
+    cache: str,
+    batch: int,
+    runs: int,
+    floor: tuple[float, float],
+    report: CacheReport,
+) -> CacheRow:
+    """Time, cost and memory of one decoding.
+
+    `floor` holds the bare backbone's seconds of a whole row and of a window, `report` the errors.
+    """
     decoder = Decoder(setting.model, "threshold", cache, max_batch_size=batch)
     requests = setting.requests(batch)
-    results = decoder.generate(requests)
-    times = timed(lambda: decoder.generate(requests), runs)
-    floor_s = cache_floor_s(setting, batch, results)
-    report = audit_cache(decoder, requests[:1])
+    peak = peak_bytes(decoder, requests)
+    done: list[Generation] = []
+    times = timed(lambda: done.extend(decoder.generate(requests)), runs, warm=False)
+    results = done[:batch]
+    floor_s = cache_floor_s(setting, floor, results)
     return CacheRow(
         setting.name,
         cache,
@@ -285,26 +304,29 @@ def cache_row(setting: Setting, cache: str, batch: int, runs: int) -> CacheRow:
         1.0,
         1.0,
         1.0,
-        peak_bytes(decoder, setting.requests(batch, setting.block)) / 2**20,
+        peak / 2**20,
         report.logit_error,
         report.commits_differ or 0,
     )
 
 
-def cache_floor_s(setting: Setting, batch: int, results: Sequence[Generation]) -> float:
+def cache_floor_s(
+    setting: Setting, floor: tuple[float, float], results: Sequence[Generation]
+) -> float:
     """Seconds of the bare backbone on the positions that a decoding computed, row for row."""
     length, window = setting.prompt + setting.length, min(setting.block, setting.length)
     kinds = [result.trace.forwards_by_kind for result in results]
     whole = sum(found.get(kind, 0) for found in kinds for kind in ("full", "refresh"))
     rest = sum(result.trace.computed_positions for result in results) - whole * length
-    full_s, window_s = (bare_forward(setting.model, n, batch).median_s for n in (length, window))
-    return (whole * full_s + max(rest, 0) / window * window_s) / batch
+    return whole * floor[0] + max(rest, 0) / window * floor[1]
 
 
-def peak_bytes(decoder: Decoder, requests: list[Request]) -> int:
-    """Weights, and the most bytes that are live on top of them while `requests` are decoded."""
-    with Allocations() as counted:
-        decoder.generate(requests)
+def peak_bytes(decoder: Decoder, requests: list[Request], turns: int = 3) -> int:
+    """Weights, and the most bytes live on top of them in the first turns of `requests`."""
+    with Allocations() as counted, closing(decoder.stream(requests)) as frames:
+        for frame in frames:
+            if frame.turn == turns:
+                break
     assert isinstance(decoder.model, torch.nn.Module)
     return weight_bytes(decoder.model) + counted.peak
 
@@ -390,8 +412,10 @@ def bare_forward(model: DiffusionLM, query: int, batch: int, runs: int = 7) -> T
     return timed(once, runs)
 
 
-def timed(run: Callable[[], object], runs: int) -> Times:
-    run()
+def timed(run: Callable[[], object], runs: int, *, warm: bool = True) -> Times:
+    """Times of `runs` calls, with `warm` after one that is not timed."""
+    if warm:
+        run()
     times = []
     for _ in range(runs):
         start = now_s()
@@ -565,11 +589,12 @@ def main() -> None:
             ("speculation", lambda s=setting: speculation_rows(s, args.states, 2 * args.runs + 1)),
         ):
             if args.what == what or (args.what == "all" and what in ("step", "decode")):
-                listed = list(rows())
+                listed = []
+                for row in rows():
+                    print(table([row]).splitlines()[-1] if listed else table([row]), flush=True)
+                    listed.append(row)
                 found += [{"table": what} | asdict(row) for row in listed]
-                print(
-                    (table(listed) if listed else f"{setting.name}: too short") + "\n", flush=True
-                )
+                print("" if listed else f"{setting.name}: too short\n", flush=True)
         print(statistics_memory(setting, max(batches) * setting.block) + "\n", flush=True)
     if args.what == "speculation" and bundled_model_path().is_dir():
         given = ["--count", str(args.count), "--states", *map(str, args.states)]
