@@ -93,7 +93,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--batch-size", metavar="B", type=positive_int, default=8, help="rows at a time; default: 8"
     )
-    group.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    group.add_argument(
+        "--dtype",
+        choices=(*DTYPES, "auto"),
+        help="default: the checkpoint's; auto: on a CPU bfloat16 if it has that, else float32",
+    )
+    group.add_argument(
+        "--compile", action="store_true", help="fuse parts of the layers, which takes a minute"
+    )
     group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cpu")
     group.add_argument("--threads", metavar="N", type=positive_int, help="CPU threads")
 
@@ -149,7 +156,7 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return Decoder(
-        load(args.model, dtype=args.dtype, device=args.device),
+        load(args.model, dtype=args.dtype, device=args.device, compile=args.compile),
         sampler=parts.sampler,
         cache=parts.cache,
         schedule=parts.schedule if args.schedule else None,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dlm_decode.errors import CapabilityError
 from dlm_decode.models import Attend, ModelInfo
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, SwiGLU, parameter
 from dlm_decode.models.published import SpecialIds
@@ -125,7 +126,8 @@ class Block(nn.Module):
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     ) -> Tensor:
         """What attention adds to `x (T, D)`."""
-        return self._mix(rms_norm(x, self.attn_norm, self.config.rms_eps), cos, sin, attend)
+        mixed = attend(*self.project(x, cos, sin))
+        return F.linear(mixed.flatten(1), self.out)
 
     def feed(self, x: Tensor) -> Tensor:
         """What the feed-forward network adds to `x (T, D)`."""
@@ -139,18 +141,13 @@ class Block(nn.Module):
         heads = F.linear(normed, self.qkv[-size:], None if bias is None else bias[-size:])
         return heads.unflatten(-1, (g, -1))
 
-    def _mix(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    ) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(T, H, K)`, keys and values `(T, G, K)` of `x (T, D)`, behind norm and RoPE."""
         h, g = self.config.heads, self.config.kv_heads
-        heads = F.linear(x, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
+        normed = rms_norm(x, self.attn_norm, self.config.rms_eps)
+        heads = F.linear(normed, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
         rotated = rotate(self._normed(heads[:, : h + g]), cos, sin)
-        mixed = attend(rotated[:, :h], rotated[:, h:], heads[:, h + g :])
-        return F.linear(mixed.flatten(1), self.out)
+        return rotated[:, :h], rotated[:, h:], heads[:, h + g :]
 
     def _normed(self, heads: Tensor) -> Tensor:
         """`heads (T, H + G, K)` of q and k, each behind its norm if there is one."""
@@ -298,6 +295,21 @@ class _Parts:
 
     def feed(self, x: Tensor) -> Tensor:
         return self.block.feed(x)
+
+
+def compile_layers(model: Any) -> None:
+    """Compile what the layers do between attentions: once for all of them and for all lengths.
+
+    The mixtures' routing depends on values and stays as it is. Raises `CapabilityError` for a model
+    that is no `Backbone`.
+    """
+    if not isinstance(model, Backbone):
+        raise CapabilityError(
+            f"{model.info.family} has layers of its own, which can't be compiled: leave compile out"
+        )
+    for block in model.blocks:
+        for name in ("project", "feed") if isinstance(block.feed_forward, SwiGLU) else ("project",):
+            setattr(block, name, torch.compile(getattr(block, name), dynamic=True, fullgraph=True))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     methods = [comparison.parse_method(text) for text in args.samplers]
     found = []
     for point in comparison.run(
-        load(args.model, dtype=args.dtype, device=args.device),
+        load(args.model, dtype=args.dtype, device=args.device, compile=args.compile),
         methods,
         args.tasks or list(FAMILIES),
         items=args.items,

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(path_or_hub_id: str) -> dict[str, Any]:
     """All that `inspect` prints. Raises `CheckpointError` for what no family can read."""
+    from dlm_decode.machine import cpu_report
     from dlm_decode.models.loading import local_folder, published_files
 
     folder = local_folder(path_or_hub_id, weights=False)
@@ -47,6 +48,7 @@ def describe(path_or_hub_id: str) -> dict[str, Any]:
         "ids": ids(model.info, files),
         "weights": weights(model, shards),
         "supports": supports(model.info),
+        "cpu": cpu_report(),
         "missing": missing,
     }
 

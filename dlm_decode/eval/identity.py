@@ -45,10 +45,20 @@ def describe_run(args: argparse.Namespace, questions: ProblemSet, asking: Asking
         "draw": _plain(parts.draw),
         "cfg_scale": args.cfg_scale,
         "seed": args.seed,
-        "dtype": args.dtype,
+        "dtype": _dtype(args),
         "version": __version__,
         **asdict(asking),
     }
+
+
+def _dtype(args: argparse.Namespace) -> str | None:
+    """What was asked for, but what "auto" is on this machine: a result depends on it."""
+    import torch
+
+    from dlm_decode.machine import automatic_dtype
+
+    found = automatic_dtype(torch.device(args.device or "cpu")) if args.dtype == "auto" else None
+    return args.dtype if found is None else str(found).removeprefix("torch.")
 
 
 def _plain(configuration: Any) -> Any:
