@@ -203,7 +203,7 @@ class Decoder:
             span = slice(row.span.start, row.span.stop)
             yield Frame(
                 row.request.id,
-                tuple(row.tokens[span].tolist()),
+                tuple(row.shown[span].tolist()),
                 tuple(row.masked[span].tolist()),
                 row.turn,
                 result,

@@ -97,13 +97,18 @@ class PackedAttention:
         *,
         write_all: bool = False,
         watch: Watch | None = None,
+        windows: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        """Packed tokens `write_from (n,)` (or all) are stored at pool indices `write_to (n,)`."""
+        """Packed tokens `write_from (n,)` (or all) are stored at pool indices `write_to (n,)`.
+
+        `windows` are for models that ask for them, see `dlm_decode.models.row_windows`.
+        """
         self._groups = groups
         self._store = store
         self._write_from = None if write_all else write_from
         self._write_to = write_to
         self._watch = watch
+        self.windows = windows
         self.watched: Tensor | None = None
         """Attention `(count, N)` of the watched tokens over absolute positions, averaged over heads
         and watched layers."""

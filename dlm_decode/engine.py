@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM, ModelInfo
+from dlm_decode.models import DiffusionLM, ModelInfo, SelfConditioned
 from dlm_decode.outcome import Settled, permitted, settle
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.rows import Row, TurnRecord
@@ -73,6 +73,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         check_needs(self.sampler, self.model.info)
+        if self.lanes > 1 and not self.model.info.has_mask:
+            raise CapabilityError(
+                f"guidance (cfg_scale) masks the prompt, and {self.model.info.family} has no mask"
+            )
         check_fit(self.cache, self.model.info)
         self.storage.check(self.cache, self.model, self.lanes)
 
@@ -210,9 +214,10 @@ class Engine:
             packed.write_to,
             write_all=packed.write_all,
             watch=self._watch(state.rows, packed, scope),
+            windows=packed.windows,
         )
         ids, embeds = self._inputs(packed, query)
-        hidden = self.model.forward(ids, packed.positions, attend, embeds=embeds)
+        hidden = self._hidden(ids, embeds, packed, attend, query)
         record_writes(state.rows, plans)
         if state.residents is not None:
             state.residents.after_forward(state.rows)
@@ -231,6 +236,24 @@ class Engine:
         if type(self.cache).hook is CachePolicy.hook:
             return [None] * len(views)
         return [self.cache.hook(view, plan) for view, plan in zip(views, plans, strict=True)]
+
+    def _hidden(
+        self,
+        ids: Tensor,
+        embeds: Tensor | None,
+        packed: Packed,
+        attend: PackedAttention,
+        query: Query | None,
+    ) -> Tensor:
+        """The forward itself, with what the model believed before where it wants to know."""
+        positions, model = packed.positions, self.model
+        beliefs = None if query is None else query.beliefs
+        places, target = packed.window_from, packed.window_to
+        if not model.info.self_conditioned or beliefs is None or places is None or target is None:
+            return model.forward(ids, positions, attend, embeds=embeds)
+        told = target, beliefs.flatten(0, -2)[places]
+        hosted = cast("SelfConditioned", model)
+        return hosted.forward(ids, positions, attend, embeds=embeds, beliefs=told)
 
     def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
         """Packed ids, with the query's own window contents put in, and embeddings if it has any."""
@@ -317,6 +340,7 @@ class Engine:
     ) -> None:
         """Carry the outcome, now on the host, over to the rows."""
         state.done = [flag > 0 for flag in outcome.done.tolist()]
+        drafts = "renoises" in self.sampler.traits
         for i, row in enumerate(state.rows):
             record = outcome.of_row(i)
             row.charge(plans[i], self.lanes * scope.counts[i])
@@ -325,6 +349,7 @@ class Engine:
             if scope.adaptive and outcome.steps[i] >= 0:
                 row.speculate(scope.counts[i] - 1, record.steps)
             row.apply(scope.base[i], record)
+            row.draft = (scope.base[i], record.tokens) if drafts else None
             stop = int(outcome.stop[i])
             if stop >= 0 and stop != row.window.stop:
                 row.window = replace(row.window, stop=stop)
@@ -352,6 +377,11 @@ def check_needs(sampler: Sampler, info: ModelInfo) -> None:
         raise CapabilityError(
             f"the sampler needs {', '.join(sorted(unmet))}, which this engine does not offer "
             f"(offered: {', '.join(sorted(OFFERED))})"
+        )
+    if not info.has_mask and "renoises" not in sampler.traits:
+        raise CapabilityError(
+            f"{info.family} has no mask token: it denoises random ones, which only sampler renoise "
+            "does"
         )
     inside = sampler.needs & {"attention", "shadow"}
     if inside and info.whole_rows:

@@ -21,6 +21,10 @@ ORDER = 1
 """Stream of random unmasking orders."""
 REMASK = 2
 """Stream of which tokens are masked again."""
+RENOISE = 3
+"""Stream of the random tokens of a canvas without masks."""
+DENOISE = 4
+"""Stream of the tokens drawn in place of those."""
 PROPOSALS = 16
 """First stream of tokens proposed for one position, one stream each."""
 

@@ -17,7 +17,10 @@ from dlm_decode.types import Canvas, Decision, Output
 
 @dataclass(frozen=True)
 class Settled:
-    """What happens to each position, `(B, W)`: a code (0: nothing) and the token it then shows."""
+    """What happens to each position, `(B, W)`: a code (0: nothing) and the token it then shows.
+
+    Where nothing happens that is the one the sampler had in mind.
+    """
 
     codes: Tensor
     tokens: Tensor
@@ -47,7 +50,7 @@ def settle(
         idle = idle | finishing[:, None]
     commit = commit | (best(output.p1, canvas.eligible) & idle)
     codes = codes.masked_fill(commit, COMMIT)
-    tokens = torch.where(chosen, decision.tokens, output.candidate)
+    tokens = torch.where(chosen | (codes == 0), decision.tokens, output.candidate)
     return Settled(codes, tokens.masked_fill(codes == REMASK, canvas.mask_id))
 
 

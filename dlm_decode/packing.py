@@ -97,7 +97,8 @@ class Packed:
     `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
     the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
     `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids.
-    `read_host` is the first of `read` as it was before it was sent.
+    `read_host` is the first of `read` as it was before it was sent; `windows` are where those
+    of the entries begin and end.
     """
 
     ids: Tensor
@@ -111,6 +112,7 @@ class Packed:
     window_from: Tensor | None
     window_to: Tensor | None
     read_host: np.ndarray
+    windows: tuple[tuple[int, int], ...]
 
 
 def pack(
@@ -148,6 +150,7 @@ def pack(
         send(window_from) if scope.replaced else None,
         send(window_to) if scope.replaced else None,
         read[0],
+        tuple((scope.base[e.row], rows[e.row].window.stop) for e in entries),
     )
 
 

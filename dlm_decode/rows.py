@@ -81,6 +81,7 @@ class Row:
     accepted: int | None = None
     steps: list[Step] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
+    draft: tuple[int, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         self.decided_at = np.full(len(self.tokens), _BEFORE, dtype=np.int64)
@@ -89,6 +90,18 @@ class Row:
     @property
     def length(self) -> int:
         return len(self.tokens)
+
+    @property
+    def shown(self) -> np.ndarray:
+        """The tokens `(N,)`, with those that the window's open positions would take, if drafted."""
+        if self.draft is None:
+            return self.tokens
+        base, drafted = self.draft
+        shown = self.tokens.copy()
+        window = slice(base, min(base + len(drafted), self.window.stop))
+        open_now = self.masked[window]
+        shown[window][open_now] = drafted[: len(open_now)][open_now]
+        return shown
 
     @property
     def turn_limit(self) -> int:

@@ -89,14 +89,16 @@ class Query:
     only branch 0 is stored. Positions with any of `mix_weights (B, R, W, J)` above 0 get the
     weighted sum of the embeddings of `mix_ids (B, R, W, J)` instead of their token's (such a
     sampler needs "soft_embeddings"). `probe (B, W, J)` are ids whose logits are wanted as
-    `Output.probed`. `adaptive`: of the R branches a row uses as many as its last decision named, 1
-    at first.
+    `Output.probed`. `beliefs (B, R, W, V)` are logits of the turn before (-inf: none yet), told to
+    models that are conditioned on them and to no others. `adaptive`: of the R branches a row uses
+    as many as its last decision named, 1 at first.
     """
 
     tokens: Tensor | None = None
     mix_ids: Tensor | None = None
     mix_weights: Tensor | None = None
     probe: Tensor | None = None
+    beliefs: Tensor | None = None
     adaptive: bool = False
 
     @property
@@ -257,7 +259,11 @@ class Generation:
 
 @dataclass(frozen=True)
 class Frame:
-    """A row after one turn, for streaming: the generated region with masks where undecided."""
+    """A row after one turn, for streaming: the generated region with masks where undecided.
+
+    Samplers that work on random tokens instead show there what they would decide now; `masked`
+    tells in either case what is undecided.
+    """
 
     id: str
     ids: tuple[int, ...]

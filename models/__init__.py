@@ -46,6 +46,14 @@ def row_runs(attend: Attend) -> Sequence[tuple[int, int]]:
     return runs
 
 
+def row_windows(attend: Attend) -> Sequence[tuple[int, int]]:
+    """Where the window of each row of a forward begins and ends, in the order of packed rows."""
+    windows: Sequence[tuple[int, int]] | None = getattr(attend, "windows", None)
+    if windows is None:
+        raise CapabilityError("this model has to know the rows' windows, and this forward has none")
+    return windows
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """What the engine has to know of a checkpoint; every id comes from the checkpoint's own files.
@@ -59,6 +67,9 @@ class ModelInfo:
     `runs_layers`: where its `Attend` has a `run_layer(layer, parts, x)`, the model leaves each
     layer to that. `whole_rows` says why its forwards have to compute rows whole, see `row_runs`;
     empty: they need not.
+
+    A `mask_id` behind the vocabulary says that the model has no mask: it denoises random tokens,
+    and the id only marks positions for the engine. `self_conditioned`: see `SelfConditioned`.
     """
 
     family: str
@@ -78,6 +89,12 @@ class ModelInfo:
     block_origin: Literal["prompt", "absolute", "whole_prompt"] = "prompt"
     runs_layers: bool = True
     whole_rows: str = ""
+    self_conditioned: bool = False
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether an undecided position has a token of its own."""
+        return self.mask_id < self.vocab_size
 
 
 class LayerParts(Protocol):
@@ -123,6 +140,23 @@ class DiffusionLM(Protocol):
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """The LM head: `hidden (n, D)` to the vocabulary's columns `[start, stop)`, `(n, S)`."""
+        ...
+
+
+class SelfConditioned(DiffusionLM, Protocol):
+    """A model that is also told what it predicted before."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        embeds: Tensor | None = None,
+        beliefs: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """As in `DiffusionLM`. `beliefs` are packed places `(m,)` and the logits `(m, V)` that the
+        model gave there a turn ago; -inf all through where it gave none."""
         ...
 
 

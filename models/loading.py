@@ -100,7 +100,9 @@ def planned(
     generation = path / "generation_config.json"
     settings = read_json(generation) if generation.exists() else {}
     files = Published(config, settings, load_tokenizer(path))
-    found = dtype or configured_dtype(config) or next(iter(weight_shards(path).dtypes.values()))
+    found = dtype or configured_dtype(config)
+    if found is None:
+        found = next(iter(weight_shards(path, stored_name(family)).dtypes.values()))
     return lambda device: family.from_published(files, device=device, dtype=found)
 
 
@@ -380,7 +382,8 @@ def published_config(model: Family) -> dict[str, Any]:
     """The config.json a model came from, with its present dtype and the ids it works with."""
     config = {key: value for key, value in model.published.items() if key != "dtype"}
     info = model.info
-    ids = {"mask_token_id": info.mask_id, "eos_token_id": info.end_ids, "pad_token_id": info.pad_id}
+    ids = {"eos_token_id": info.end_ids, "pad_token_id": info.pad_id}
+    ids |= {"mask_token_id": info.mask_id} if info.has_mask else {}
     found = {key: value for key, value in ids.items() if config.get(key) is None}
     return config | found | {"torch_dtype": str(model.dtype).removeprefix("torch.")}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models import FAMILIES, Attend, ModelInfo, row_runs
+from dlm_decode.models.hosted import allocated, tied_names
 from dlm_decode.models.published import Published, SpecialTokens
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class MaskedLM(nn.Module):
         self, net: PreTrainedModel, files: Published, *, published: Mapping[str, Any]
     ) -> None:
         super().__init__()
-        self.net, self.published = net.eval().requires_grad_(False), dict(published)
+        self.net, self.published = net, dict(published)
         self.head_name, self.head = detached_head(net)
         self.takes = frozenset(inspect.signature(net.forward).parameters)
         self.first_position = first_position(net)
@@ -81,7 +82,8 @@ class MaskedLM(nn.Module):
                 f"model_type {files.config['model_type']!r} cannot be decoded: its approximate "
                 "attention makes a row's logits depend on the rows beside it"
             )
-        model = cls(unfilled(files.config, device, dtype), files, published=files.config)
+        net = allocated("AutoModelForMaskedLM", files.config, device, dtype)
+        model = cls(net, files, published=files.config)
         if torch.device(device).type == "meta":
             model.try_head()
         return model
@@ -142,14 +144,12 @@ class MaskedLM(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor under its published name: views, to be read or filled in place."""
-        first = {id(tensor): name for name, tensor in reversed(self.tensors().items())}
-        return {name: t.detach() for name, t in self.tensors().items() if first[id(t)] == name}
+        again = self.aliases()
+        return {name: t.detach() for name, t in self.tensors().items() if name not in again}
 
     def aliases(self) -> dict[str, str]:
         """Tensors that a checkpoint may repeat: their name -> the name of the one they equal."""
-        first = {id(tensor): name for name, tensor in reversed(self.tensors().items())}
-        found = {name: first[id(tensor)] for name, tensor in self.tensors().items()}
-        return {name: other for name, other in found.items() if name != other}
+        return tied_names(self.net, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything under its name in transformers, a shared tensor under each of its names."""
@@ -166,23 +166,6 @@ class MaskedLM(nn.Module):
 
 def _norm_name(found: re.Match[str]) -> str:
     return "LayerNorm." + {"gamma": "weight", "beta": "bias"}[found[1]]
-
-
-def unfilled(
-    config: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype
-) -> PreTrainedModel:
-    """transformers' masked LM of a config.json, allocated but not initialised."""
-    from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
-    from transformers.initialization import no_init_weights
-
-    try:
-        with torch.device(device), no_init_weights():
-            settings = CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
-            net = AutoModelForMaskedLM.from_config(settings, dtype=dtype)
-    except Exception as error:  # its checks, and torch's of sizes, raise errors of many kinds
-        raise CheckpointError(f"config.json: {error}") from error
-    net.tie_weights()
-    return net
 
 
 def detached_head(net: PreTrainedModel) -> tuple[str, nn.Linear]:

@@ -32,7 +32,8 @@ class Sampler(Options):
     block's are eligible). `traits` declares "history" (decisions depend on earlier turns),
     "revokes" (decided positions can be masked or changed again), "random" (the order is drawn even
     at temperature 0, with default options) and "branches" (decisions depend on branches that the
-    query asks for, and differ where a turn has none).
+    query asks for, and differ where a turn has none), "renoises" (it keeps a canvas of random
+    tokens of its own, as models without a mask need).
     """
 
     paper: ClassVar[str] = ""

@@ -107,7 +107,7 @@ def attention(info: ModelInfo) -> dict[str, Any]:
 def ids(info: ModelInfo, files: Published) -> dict[str, Any]:
     """Special ids, with their texts where there is a tokenizer."""
     found: Mapping[str, list[int]] = {
-        "mask": [info.mask_id],
+        "mask": [info.mask_id] if info.has_mask else [],
         "end": list(info.end_ids),
         "pad": [] if info.pad_id is None else [info.pad_id],
     }

@@ -59,6 +59,8 @@ def log_likelihood(
 
 
 def _check(model: DiffusionLM, context: list[int], target: list[int]) -> None:
+    if not model.info.has_mask:
+        raise CapabilityError(f"log-likelihoods need masks, and {model.info.family} has none")
     if model.info.regime != "full":
         raise CapabilityError("log-likelihoods are defined for models with full attention only")
     if model.info.shift and not context:

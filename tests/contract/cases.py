@@ -209,12 +209,10 @@ class Counting:
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, **more: Any) -> Tensor:
         assert ids.shape == positions.shape
         self.calls.append(len(ids))
-        return self.inner.forward(ids, positions, attend, embeds=embeds)
+        return self.inner.forward(ids, positions, attend, **more)
 
     def embedding(self, ids: Tensor) -> Tensor:
         return self.inner.embedding(ids)

@@ -42,9 +42,16 @@ REQUESTS = [
 
 
 @cache
+def plain_samplers(family: str) -> tuple[str, ...]:
+    """Samplers with nothing special about them; those for masks, if the model has one."""
+    masks = ("threshold", "llada", "entropy_bound")
+    return masks if model_of(family).info.has_mask else ("renoise",)
+
+
+@cache
 def fitting_caches(family: str) -> list[str]:
-    schedule = default_schedule(model_of(family).info)
-    return [name for name in CACHES.names() if fit("threshold", name, schedule, family)]
+    schedule, sampler = default_schedule(model_of(family).info), plain_samplers(family)[0]
+    return [name for name in CACHES.names() if fit(sampler, name, schedule, family)]
 
 
 def sampler_cases() -> list[Combination]:
@@ -62,11 +69,11 @@ def sampler_cases() -> list[Combination]:
 
 
 def cache_cases() -> list[Combination]:
-    """Each cache that fits a family; samplers with nothing special about them alternate."""
-    plain = ("threshold", "llada", "entropy_bound")
+    """Each cache that fits a family; plain samplers alternate."""
     return [
-        Combination(plain[c % 3], name, default_schedule(model_of(family).info), family)
+        Combination(plain[c % len(plain)], name, default_schedule(model_of(family).info), family)
         for family in FAMILY_MODELS
+        for plain in [plain_samplers(family)]
         for c, name in enumerate(fitting_caches(family))
     ]
 

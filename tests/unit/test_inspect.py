@@ -28,7 +28,7 @@ def test_every_family_is_described(name: str, tmp_path: Path, capsys: Captured) 
     found = inspect(tmp_path, capsys, status=1)
     assert found["family"] == model.info.family
     assert found["missing"] == ["no tokenizer files: prompts have to be token ids"]
-    assert found["ids"]["mask"] == [model.info.mask_id]
+    assert found["ids"]["mask"] == ([model.info.mask_id] if model.info.has_mask else [])
     assert found["sizes"]["layers"] == model.info.layers
     assert found["weights"]["parameters"] == sum(v.numel() for v in model.weights().values())
     assert found["weights"]["stored_as"] == ["float32"]
