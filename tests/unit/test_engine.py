@@ -333,7 +333,8 @@ def test_each_policy_for_ends_matters_and_does_what_it_says() -> None:
 def test_without_confidence_an_end_id_comes_after_all_else() -> None:
     """A step commits one only when every open position would be one."""
     requests = [Request(p, gen_length=8, eos="no_confidence", stop_at_eos=False) for p in PROMPTS]
-    sampler = Ruled(lambda c, o: SAMPLERS.create("llada").decide(c, o, {"masks": c.remaining})[0])
+    llada = SAMPLERS.create("llada")
+    sampler = Ruled(lambda c, o: llada.decide(c, o, llada.init(c))[0])
     Decoder(ENDING, sampler, max_batch_size=1).generate(requests)
     ended = 0
     for canvas, output in sampler.notes:
