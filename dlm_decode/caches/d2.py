@@ -66,7 +66,7 @@ class D2(CachePolicy):
         assert row.scores is not None
         window = np.arange(row.window.start, row.window.stop, dtype=np.int64)
         masks = window[row.masked[window]]
-        score = certainty(row.scores)[masks] * density(~row.masked, row.origin, self.sigma)[masks]
+        score = certainty(row.scores)[masks] * density(~row.masked, row.origin, self.sigma, masks)
         best = np.argsort(-score, kind="stable")[: self.current_k]
         return np.sort(masks[best])
 
@@ -76,10 +76,11 @@ def certainty(scores: np.ndarray) -> np.ndarray:
     return np.where(scores < 0, np.exp(np.minimum(scores, 0)), scores + 1e-6)
 
 
-def density(decided: np.ndarray, origin: int, sigma: float) -> np.ndarray:
-    """Share `(N,)` of the generated positions around each that are decided, Gaussian weights."""
-    places = np.arange(len(decided))
-    weights = np.exp(-((places[:, None] - places[origin:]) ** 2) / (2 * sigma**2))
+def density(decided: np.ndarray, origin: int, sigma: float, at: np.ndarray) -> np.ndarray:
+    """Share `(n,)` of the positions from `origin` on that are decided, by Gaussian weights around
+    each of the positions `at (n,)`, which lie there too."""
+    places = np.arange(origin, len(decided))
+    weights = np.exp(-((at[:, None] - places) ** 2) / (2 * sigma**2))
     return np.asarray(weights @ decided[origin:] / weights.sum(-1))
 
 

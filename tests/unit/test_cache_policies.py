@@ -282,8 +282,14 @@ def test_d2_parts() -> None:
     assert np.flatnonzero(nucleus(importance, allowed, 0.5)).tolist() == [0]
     assert np.flatnonzero(nucleus(importance, allowed, 0.8)).tolist() == [0, 2]
     assert not nucleus(importance, allowed, 0.0).any()
-    near, far = density(np.arange(20) < 10, 0, 2.0)[[9, 15]]
+    near, far = density(np.arange(20) < 10, 0, 2.0, np.array([9, 15]))
     assert near > far
+
+
+def test_a_long_prompt_far_from_the_answer_weighs_nothing() -> None:
+    decided = np.ones(1000, dtype=bool)
+    decided[900:] = False
+    assert (density(decided, 800, 2.0, np.arange(900, 1000))[50:] < 1e-9).all()
 
 
 @pytest.mark.parametrize("name", ["llada", "dream"])
