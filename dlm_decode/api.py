@@ -15,7 +15,7 @@ from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
 from dlm_decode.machine import automatic_dtype
-from dlm_decode.models import DiffusionLM, ModelInfo
+from dlm_decode.models import DiffusionLM, ModelInfo, forced
 from dlm_decode.models.backbone import compile_layers
 from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
 from dlm_decode.options import Options, unknown_option_message
@@ -39,6 +39,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     compile: bool = False,
+    forcing: int | None = None,
 ) -> LoadedModel:
     """A model and its tokenizer from a folder or hub id; the bundled tiny model by default.
 
@@ -46,11 +47,15 @@ def load(
     that too, but on a CPU bfloat16 where it has it in hardware and else float32. `compile` fuses
     what layers do between attentions, at the cost of a minute in the first forward. Raises
     `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
+    `forcing` is the block length of a checkpoint that was trained on by diffusion forcing (D2F),
+    which its files do not tell.
     """
     if name_or_path is None:
         name_or_path, dtype = bundled_model_path(), dtype or torch.float32
     place = _device(device)
     loaded = load_model(name_or_path, dtype=_dtype(dtype, place), device=place)
+    if forcing is not None:
+        loaded.model.info = forced(loaded.model.info, forcing)
     if compile:
         compile_layers(loaded.model)
     return loaded

@@ -9,6 +9,7 @@ from dlm_decode.errors import OptionError
 
 if TYPE_CHECKING:
     from dlm_decode.api import Decoder, Parts
+    from dlm_decode.models.loading import LoadedModel
 
 EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -91,6 +92,12 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME_OR_PATH", help="folder or hub name; default: the bundled one"
     )
     group.add_argument(
+        "--forcing",
+        metavar="N",
+        type=positive_int,
+        help="it was trained on by diffusion forcing (D2F), in blocks of N",
+    )
+    group.add_argument(
         "--batch-size", metavar="B", type=positive_int, default=8, help="rows at a time; default: 8"
     )
     group.add_argument(
@@ -147,16 +154,29 @@ def _options(args: argparse.Namespace) -> dict[str, str]:
     return options
 
 
+def load_model(args: argparse.Namespace) -> LoadedModel:
+    """The model that `add_machine`'s arguments describe."""
+    from dlm_decode.api import load
+
+    return load(
+        args.model,
+        dtype=args.dtype,
+        device=args.device,
+        compile=args.compile,
+        forcing=args.forcing,
+    )
+
+
 def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
     """The decoder that the arguments describe; loads the model."""
     import torch
 
-    from dlm_decode.api import Decoder, load
+    from dlm_decode.api import Decoder
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return Decoder(
-        load(args.model, dtype=args.dtype, device=args.device, compile=args.compile),
+        load_model(args),
         sampler=parts.sampler,
         cache=parts.cache,
         schedule=parts.schedule if args.schedule else None,

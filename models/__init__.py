@@ -8,12 +8,12 @@ heads, K head size, D hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor, device, dtype
 
-from dlm_decode.errors import CapabilityError
+from dlm_decode.errors import CapabilityError, OptionError
 from dlm_decode.registry import Registry
 
 Regime = Literal["full", "block_causal"]
@@ -95,6 +95,24 @@ class ModelInfo:
     def has_mask(self) -> bool:
         """Whether an undecided position has a token of its own."""
         return self.mask_id < self.vocab_size
+
+
+def forced(info: ModelInfo, block_length: int) -> ModelInfo:
+    """A full-attention checkpoint as the block-causal model that diffusion forcing made of it.
+
+    D2F (arXiv:2508.09192) trains LLaDA and Dream on with the prompt as one block and blocks of
+    `block_length` behind it; the files don't say so. Raises `CapabilityError` for other models.
+    """
+    if info.regime != "full" or info.whole_rows:
+        raise CapabilityError(
+            "diffusion forcing makes a block-causal model of one with full attention, which "
+            f"{info.family} does not have: leave out forcing"
+        )
+    if block_length < 1:
+        raise OptionError(f"forcing must be a block length of at least 1, got {block_length}")
+    return replace(
+        info, regime="block_causal", block_length=block_length, block_origin="whole_prompt"
+    )
 
 
 class LayerParts(Protocol):

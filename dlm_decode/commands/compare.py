@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from dlm_decode.arguments import add_machine, positive_int
+from dlm_decode.arguments import add_machine, load_model, positive_int
 
 DEFAULT_SAMPLERS = ("threshold", "factor", "entropy_bound", "klass", "credit+threshold")
 
@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from dlm_decode import comparison
-    from dlm_decode.api import load
     from dlm_decode.tasks import FAMILIES
 
     if args.threads is not None:
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     methods = [comparison.parse_method(text) for text in args.samplers]
     found = []
     for point in comparison.run(
-        load(args.model, dtype=args.dtype, device=args.device, compile=args.compile),
+        load_model(args),
         methods,
         args.tasks or list(FAMILIES),
         items=args.items,

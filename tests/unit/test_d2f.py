@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -10,28 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from dlm_decode.api import Decoder
+from dlm_decode.api import Decoder, load
+from dlm_decode.cli import main
+from dlm_decode.errors import CapabilityError, OptionError
+from dlm_decode.models import forced
 from dlm_decode.models.published import Family
-from dlm_decode.models.toy import random_sdar
+from dlm_decode.models.toy import random_dream, random_sdar
 from dlm_decode.rows import make_row
 from dlm_decode.samplers import SAMPLERS
 from dlm_decode.schedules import SCHEDULES, Span, Window
 from dlm_decode.types import Output, Request
-from tests.families import golden_model
-from tests.golden import Case, golden_cases, requires_golden
+from tests.golden import Case, golden_cases, golden_path, requires_golden
 from tests.unit.sampler_cases import chosen, decide, logits_with_top, make_canvas, output_of
 from tests.unit.test_golden_decode import rows_of
 
 DREAM = "dream-tiny-a"
 
 
-def forced(block: int) -> Family:
-    """Dream's weights under D2F's attention: the prompt is a block, others follow it."""
-    model = copy(golden_model(DREAM, mask=312))
-    model.info = replace(
-        model.info, regime="block_causal", block_length=block, block_origin="whole_prompt"
-    )
-    return model
+def model_of(block: int) -> Family:
+    """Dream's weights under D2F's attention."""
+    return load(golden_path(DREAM), dtype="float32", forcing=block).model
 
 
 def cases() -> list[Any]:
@@ -49,9 +46,8 @@ def test_the_published_pipeline(case: Case, cache: str) -> None:
         "d2f.activation": s["decoded_token_threshold"],
         "schedule.add": s["block_add_threshold"],
     }
-    decoder = Decoder(
-        forced(s["block_size"]), "d2f", cache, "pipeline", options=options, debug=True
-    )
+    model = model_of(s["block_size"])
+    decoder = Decoder(model, "d2f", cache, "pipeline", options=options, debug=True)
     request = Request(prompt, gen_length=s["max_new_tokens"], stop_at_eos=False)
     (result,) = decoder.generate(request)
     (final,) = case["final_ids"]
@@ -67,10 +63,27 @@ def test_the_published_pipeline(case: Case, cache: str) -> None:
 
 
 def test_a_prompt_can_be_one_block() -> None:
-    info = replace(random_sdar().info, block_origin="whole_prompt")
+    info = forced(random_dream().info, 2)
     row = make_row(Request([3] * 5, gen_length=5, block_length=2), info, PIPELINE, seed=0)
     assert row.block_ids is not None
     assert row.block_ids.tolist() == [-1] * 5 + [0, 0, 1, 1, 2]
+
+
+def test_forcing_is_refused_with_the_reason() -> None:
+    with pytest.raises(CapabilityError, match="which sdar does not have"):
+        forced(random_sdar().info, 8)
+    with pytest.raises(OptionError, match="at least 1, got 0"):
+        forced(random_dream().info, 0)
+
+
+def test_the_command_line_decodes_with_blocks_in_flight(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "--prompt", "1+1=", "--gen-length", "16", "--forcing", "4"]
+    assert (
+        main([*given, "--sampler", "d2f", "--schedule", "pipeline", "--cache", "block_causal"]) == 0
+    )
+    assert capsys.readouterr().out
+    assert main([*given, "--cache", "dual"]) == 2
+    assert "block_causal" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------- schedule
