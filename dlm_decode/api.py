@@ -40,12 +40,14 @@ def load(
     device: str | torch.device | None = None,
     compile: bool = False,
     forcing: int | None = None,
+    adapter: str | Path | None = None,
 ) -> LoadedModel:
     """A model and its tokenizer from a folder or hub id; the bundled tiny model by default.
 
     `dtype` None keeps the checkpoint's (on the CPU the bundled fp16 model runs in fp32); "auto" is
     that too, but on a CPU bfloat16 where it has it in hardware and else float32. `compile` fuses
-    what layers do between attentions, at the cost of a minute in the first forward. Raises
+    what layers do between attentions, at the cost of a minute in the first forward. `adapter` is a
+    folder with a LoRA adapter in peft's form, merged into the weights (extra `lora`). Raises
     `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
     `forcing` is the block length of a checkpoint that was trained on by diffusion forcing (D2F),
     which its files do not tell.
@@ -54,6 +56,10 @@ def load(
         name_or_path, dtype = bundled_model_path(), dtype or torch.float32
     place = _device(device)
     loaded = load_model(name_or_path, dtype=_dtype(dtype, place), device=place)
+    if adapter is not None:
+        from dlm_decode.models.adapters import merge_adapter
+
+        merge_adapter(loaded.model, adapter)
     if forcing is not None:
         loaded.model.info = forced(loaded.model.info, forcing)
     if compile:

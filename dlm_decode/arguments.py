@@ -92,6 +92,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="NAME_OR_PATH", help="folder or hub name; default: the bundled one"
     )
     group.add_argument(
+        "--adapter", metavar="FOLDER", help="a LoRA adapter to merge into the model (extra: lora)"
+    )
+    group.add_argument(
         "--forcing",
         metavar="N",
         type=positive_int,
@@ -164,6 +167,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         device=args.device,
         compile=args.compile,
         forcing=args.forcing,
+        adapter=args.adapter,
     )
 
 

@@ -114,10 +114,15 @@ class PackedAttention:
         and watched layers."""
 
     @property
+    def runs(self) -> list[tuple[int, int]]:
+        """How many rows lie side by side, and how many tokens of each."""
+        return [(g.rows, g.query) for g in self._groups]
+
+    @property
     def row_runs(self) -> list[tuple[int, int]] | None:
-        """How many rows lie side by side and how long they are, if all are whole, else None."""
+        """The runs if all rows are whole, else None."""
         whole = all(g.own and not g.length and g.sources is None for g in self._groups)
-        return [(g.rows, g.query) for g in self._groups] if whole else None
+        return self.runs if whole else None
 
     @property
     def run_layer(self) -> Callable[[int, LayerParts, Tensor], Tensor] | None:

@@ -113,10 +113,11 @@ class Block(nn.Module):
         cos: Tensor,
         sin: Tensor,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        blocks: Tensor | None = None,
     ) -> Tensor:
         """`x (T, D)` to `(T, D)`; `cos` and `sin` `(T, 1, K)` as `Backbone.rotation` gives them."""
         x = x + self.mix(x, cos, sin, attend)
-        return x + self.feed(x)
+        return x + self.feed(x, blocks)
 
     def mix(
         self,
@@ -129,9 +130,12 @@ class Block(nn.Module):
         mixed = attend(*self.project(x, cos, sin))
         return F.linear(mixed.flatten(1), self.out)
 
-    def feed(self, x: Tensor) -> Tensor:
-        """What the feed-forward network adds to `x (T, D)`."""
-        return self.feed_forward(rms_norm(x, self.ff_norm, self.config.rms_eps))
+    def feed(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
+        """What the feed-forward network adds to `x (T, D)`; `blocks` as in `Experts`."""
+        x = rms_norm(x, self.ff_norm, self.config.rms_eps)
+        if isinstance(self.feed_forward, Experts):
+            return self.feed_forward(x, blocks)
+        return self.feed_forward(x)
 
     def values(self, x: Tensor) -> Tensor:
         """Values `(T, G, K)` of `x (T, D)`."""
@@ -223,13 +227,23 @@ class Backbone(nn.Module):
         """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
         x = self.embedding(ids) if embeds is None else embeds
         cos, sin = self.rotation(positions)
+        blocks = self._expert_blocks(positions, attend)
         run = getattr(attend, "run_layer", None)
         for layer, block in enumerate(self.blocks):
             if run is not None:
                 x = run(layer, _Parts(block, cos, sin), x)
             else:
-                x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v))
+                x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v), blocks)
         return rms_norm(x, self.norm, self.config.rms_eps)
+
+    def _expert_blocks(self, positions: Tensor, attend: Attend) -> Tensor | None:
+        """A number `(T,)` for each row's block, where its tokens choose their experts together."""
+        if self.config.experts is None or self.config.experts.block_share >= 1:
+            return None
+        runs = getattr(attend, "runs", [(1, len(positions))])
+        lengths = torch.tensor([length for rows, length in runs for _ in range(rows)])
+        row = torch.arange(len(lengths)).repeat_interleave(lengths).to(positions.device)
+        return row * self.config.max_positions + positions // (self.info.block_length or 32)
 
     def embedding(self, ids: Tensor) -> Tensor:
         """Input embeddings `(..., D)` of `ids (...)`."""

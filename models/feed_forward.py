@@ -27,7 +27,8 @@ class ExpertsConfig:
     `scale` multiplies them. Experts are chosen in the best `active_groups` of `groups` equal
     groups, a group being as good as its two best experts together. `selection_bias` is a stored
     number an expert that counts in the choice but not in the weight. `router_full_precision` has
-    the router multiply in fp32 (LLaDA2), else only its scores are.
+    the router multiply in fp32 (LLaDA2), else only its scores are. `block_share` below 1 lets the
+    tokens of a block use few experts in common, at least `block_least`, see `coreset`.
     """
 
     count: int
@@ -42,6 +43,8 @@ class ExpertsConfig:
     active_groups: int = 1
     selection_bias: bool = False
     router_full_precision: bool = False
+    block_share: float = 1.0
+    block_least: int = 16
 
     def __post_init__(self) -> None:
         """Refuse experts that do not divide into groups, or too few of them to choose from."""
@@ -98,9 +101,9 @@ class Experts(nn.Module):
         shared = config.shared_size
         self.shared = SwiGLU(width, shared, device=device, dtype=dtype) if shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x (T, D)` to `(T, D)`."""
-        weights, chosen = route(self.router_logits(x), self.bias, self.config)
+    def forward(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
+        """`x (T, D)` to `(T, D)`; tokens of the same number in `blocks (T,)` share a coreset."""
+        weights, chosen = route(self.router_logits(x), self.bias, self.config, blocks)
         mixed = self._mix(x, weights, chosen)
         return mixed if self.shared is None else mixed + self.shared(x)
 
@@ -112,14 +115,18 @@ class Experts(nn.Module):
         return F.linear(x, self.router).to(wide)
 
     def _mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The weighted sum `(T, D)` of the experts `chosen (T, A)` of each token."""
+        """The weighted sum `(T, D)` of the experts `chosen (T, A)` of each token.
+
+        In their order there: nothing is added up in an order that could vary.
+        """
         order = chosen.flatten().argsort(stable=True)
-        token = order // self.config.active
+        place = order.argsort()
         ends = F.one_hot(chosen.flatten(), self.config.count).sum(0).cumsum(0)
+        token = order // self.config.active
         gate, up = grouped_linear(x[token], self.gate_up, ends).chunk(2, dim=-1)
         out = grouped_linear(F.silu(gate) * up, self.down, ends)
-        weighted = out * weights.flatten()[order, None]
-        return weighted.new_zeros(x.shape).index_add(0, token, weighted).to(x.dtype)
+        weighted = out[place].view(*chosen.shape, -1) * weights[..., None]
+        return weighted.sum(1).to(x.dtype)
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that checkpoints store one by one, as views; `name/e` is of expert e."""
@@ -136,19 +143,46 @@ class Experts(nn.Module):
         return views
 
 
-def route(logits: Tensor, bias: Tensor | None, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, config: ExpertsConfig, blocks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Weights and numbers of each token's experts, both `(T, A)`, from `logits (T, E)`.
 
     Softmax over all experts, then the highest (OLMoE, arXiv:2409.02060); or sigmoids, a bias in the
     choice alone and a choice limited to groups (DeepSeek-V3, arXiv:2412.19437, equations 12 to 16).
+    With `blocks (T,)`, tokens choose again in the coreset of their block, where groups no longer
+    limit them.
     """
     scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
-    ranked = _in_best_groups(scores if bias is None else scores + bias, config)
-    chosen = ranked.topk(config.active, dim=-1).indices
+    biased = scores if bias is None else scores + bias
+    chosen = _in_best_groups(biased, config).topk(config.active, dim=-1).indices
+    if blocks is not None and config.block_share < 1:
+        least = max(config.block_least, config.active)
+        allowed = coreset(biased, chosen, blocks, share=config.block_share, least=least)
+        chosen = biased.masked_fill(~allowed, -torch.inf).topk(config.active, dim=-1).indices
     weights = scores.gather(-1, chosen)
     if config.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * config.scale, chosen
+
+
+def coreset(scores: Tensor, chosen: Tensor, blocks: Tensor, *, share: float, least: int) -> Tensor:
+    """Which experts `(T, E)` the tokens of a block may use, the same for all of them.
+
+    dMoE (arXiv:2605.30876): each token votes for its `chosen (T, A)` experts with their biased
+    `scores (T, E)`; the coreset is the smallest set of a block's most voted ones that holds a
+    `share` of its votes, and at least `least` experts. Sums over a block take O(T^2) memory.
+    """
+    votes = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
+    together = (blocks[:, None] == blocks).to(scores.dtype)
+    total = together @ votes
+    total = total / total.sum(-1, keepdim=True)
+    order = total.argsort(dim=-1, descending=True, stable=True)
+    before = total.gather(-1, order).cumsum(-1) - total.gather(-1, order)
+    rank = torch.arange(scores.shape[-1], device=scores.device)
+    return torch.zeros_like(order, dtype=torch.bool).scatter(
+        -1, order, (before < share) | (rank < least)
+    )
 
 
 def _in_best_groups(scores: Tensor, config: ExpertsConfig) -> Tensor:

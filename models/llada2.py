@@ -105,7 +105,11 @@ def backbone_config(files: Published) -> BackboneConfig:
 
 
 def experts_config(files: Published) -> ExpertsConfig:
-    """The mixture of experts of all layers but the first `first_k_dense_replace`."""
+    """The mixture of experts of all layers but the first `first_k_dense_replace`.
+
+    `dmoe_share` and `dmoe_least` are not published fields: added to a config.json they have each
+    block choose its experts in common, as models trained for that do (dMoE, arXiv:2605.30876).
+    """
     size = files.number("moe_intermediate_size")
     return ExpertsConfig(
         count=files.number("num_experts"),
@@ -120,4 +124,6 @@ def experts_config(files: Published) -> ExpertsConfig:
         active_groups=files.number_or("topk_group", 1),
         selection_bias=files.flag("moe_router_enable_expert_bias", True),
         router_full_precision=True,
+        block_share=files.real("dmoe_share", 1.0),
+        block_least=files.number_or("dmoe_least", 16),
     )

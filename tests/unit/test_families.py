@@ -15,7 +15,7 @@ from torch import Tensor
 from dlm_decode.api import Decoder
 from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models.backbone import Backbone
-from dlm_decode.models.feed_forward import Experts, ExpertsConfig, grouped_linear, route
+from dlm_decode.models.feed_forward import Experts, ExpertsConfig, coreset, grouped_linear, route
 from dlm_decode.models.llada import LLaDA
 from dlm_decode.models.llada_moe import LLaDAMoE
 from dlm_decode.models.loading import find_family, load_model, save_model
@@ -325,6 +325,68 @@ def test_the_grouped_kernel_multiplies_as_the_loop_does() -> None:
     ends = torch.tensor([3, 3, 7, 10])
     kernel = F.grouped_mm(x, weights.transpose(1, 2), offs=ends.to(torch.int32))
     torch.testing.assert_close(grouped_linear(x, weights, ends), kernel, atol=1e-5, rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------- experts of a block
+
+
+def plain_coreset(scores: Tensor, chosen: Tensor, share: float, least: int) -> set[int]:
+    """The coreset of one block, expert by expert."""
+    votes = dict.fromkeys(range(scores.shape[1]), 0.0)
+    for token, experts in enumerate(chosen.tolist()):
+        for e in experts:
+            votes[e] += float(scores[token, e])
+    kept: set[int] = set()
+    held = 0.0
+    for e in sorted(votes, key=lambda e: -votes[e]):
+        if held >= share * sum(votes.values()) and len(kept) >= least:
+            break
+        kept.add(e)
+        held += votes[e]
+    return kept
+
+
+@pytest.mark.parametrize("least", [1, 7])
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+def test_a_coreset_holds_the_share_of_its_blocks_votes(share: float, least: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.rand(11, 20, generator=generator, dtype=torch.float64)
+    chosen = scores.topk(4, dim=-1).indices
+    blocks = torch.tensor([5] * 6 + [2] * 5)
+    allowed = coreset(scores, chosen, blocks, share=share, least=least)
+    for block in (5, 2):
+        rows = blocks == block
+        expected = plain_coreset(scores[rows], chosen[rows], share, least)
+        for row in allowed[rows]:
+            assert set(row.nonzero()[:, 0].tolist()) == expected
+
+
+def test_tokens_choose_again_in_their_coreset() -> None:
+    """Fewer experts the smaller the share; weights are those of the chosen, renormalised."""
+    logits = torch.randn(32, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    blocks, used = torch.zeros(32, dtype=torch.int64), []
+    for share in (0.3, 0.6, 0.8, 1.0):
+        config = ExpertsConfig(
+            64, 8, 5, score="sigmoid", renormalise=True, scale=2.5, block_share=share
+        )
+        weights, chosen = route(logits, None, config, blocks)
+        used.append(len(chosen.unique()))
+        torch.testing.assert_close(weights.sum(-1), torch.full((32,), 2.5, dtype=torch.float64))
+        scores = logits.sigmoid().gather(-1, chosen)
+        torch.testing.assert_close(weights, 2.5 * scores / scores.sum(-1, keepdim=True))
+    assert 16 <= used[0] < used[1] < used[2] < used[3]
+    plain = route(logits, None, ExpertsConfig(64, 8, 5, score="sigmoid"))
+    assert torch.equal(chosen, plain[1]), "the whole share is the router as it is"
+
+
+def test_blocks_that_choose_together_are_rows_apart() -> None:
+    """Rows that meet at a position of one block decode as they do alone."""
+    model = made("llada2", torch.float64, dmoe_share=0.3, dmoe_least=1)
+    decoder = Decoder(model, "llada", "block_causal", max_batch_size=3, debug=True)
+    together = decoder.generate(REQUESTS)
+    assert [decoder.generate(r)[0].canvas for r in REQUESTS] == [r.canvas for r in together]
+    plain = Decoder(made("llada2", torch.float64), "llada").generate(REQUESTS)
+    assert [r.canvas for r in plain] != [r.canvas for r in together]
 
 
 @pytest.mark.parametrize("groups", [3, 8])
