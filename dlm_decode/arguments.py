@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8")
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,9 @@ def add_method(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache", metavar="NAME", default="none", help="default: %(default)s")
     group.add_argument(
         "--schedule", metavar="NAME", help="default: the model's: absolute_aligned or fixed"
+    )
+    group.add_argument(
+        "--kv-dtype", choices=KV_DTYPES, help="what the cache stores; default: the model's"
     )
     group.add_argument(
         "--set",
@@ -176,6 +180,7 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
     import torch
 
     from dlm_decode.api import Decoder
+    from dlm_decode.storage import Storage
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -188,4 +193,5 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
         cfg_scale=args.cfg_scale,
         seed=args.seed,
         max_batch_size=args.batch_size,
+        storage=Storage(dtype=args.kv_dtype or "model"),
     )

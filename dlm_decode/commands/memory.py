@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from dlm_decode.arguments import DTYPES, positive_int
+from dlm_decode.arguments import DTYPES, KV_DTYPES, positive_int
 
 if TYPE_CHECKING:
     from dlm_decode.footprint import Footprint
@@ -38,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", metavar="NAME", default="dual", help="whether it stores K/V; default: dual"
     )
-    parser.add_argument(
-        "--kv-dtype", choices=(*DTYPES, "int8"), help="of the K/V; default: the model's"
-    )
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the K/V; default: the model's")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
 

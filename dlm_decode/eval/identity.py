@@ -46,6 +46,8 @@ def describe_run(args: argparse.Namespace, questions: ProblemSet, asking: Asking
         "cfg_scale": args.cfg_scale,
         "seed": args.seed,
         "dtype": _dtype(args),
+        "kv_dtype": args.kv_dtype,
+        "forcing": args.forcing,
         "version": __version__,
         **asdict(asking),
     }

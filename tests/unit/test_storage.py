@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from dlm_decode.api import Decoder, load
 from dlm_decode.audit import audit_cache
+from dlm_decode.cli import main
 from dlm_decode.errors import CapabilityError, CapacityError
 from dlm_decode.kv import page_bytes
 from dlm_decode.models.backbone import Backbone
@@ -120,6 +122,16 @@ def test_stored_in_half_precision_logits_are_close(dtype: str) -> None:
         first, second = ours.trace.steps[0], theirs.trace.steps[0]
         assert first.confidence == pytest.approx(second.confidence, rel=0.2)
         assert ours.trace.forwards_by_kind == theirs.trace.forwards_by_kind
+
+
+def test_the_command_line_says_what_the_cache_stores(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "--prompt", "1+1=", "--gen-length", "16", "--cache", "dual"]
+    shown = []
+    for kept in ([], ["--kv-dtype", "int8"]):
+        assert main([*given, *kept, "--trace"]) == 0
+        steps = json.loads(capsys.readouterr().out)["steps"]
+        shown.append([sure for step in steps for sure in step["confidence"]])
+    assert shown[0] != shown[1], "the K/V were rounded"
 
 
 @pytest.mark.skipif(not bundled_model_path().is_dir(), reason="the bundled model is not there")
