@@ -29,7 +29,9 @@ def allocated(
             settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
             net = getattr(transformers, auto_class).from_config(settings, dtype=dtype)
     except Exception as error:  # its checks, and torch's of sizes, raise errors of many kinds
-        raise CheckpointError(f"config.json: {error}") from error
+        raise CheckpointError(
+            f"config.json: transformers {transformers.__version__} makes no model of it: {error}"
+        ) from error
     net.tie_weights()
     return net.eval().requires_grad_(False)
 
