@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files as resource_files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -168,21 +168,34 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
 
 @dataclass(frozen=True)
 class Shards:
-    """Which file stores which tensor, with its shape and dtype; `name_of` gives it its name."""
+    """Which file stores which tensor, from which byte on, with its shape and dtype.
+
+    `name_of` gives a stored tensor its name.
+    """
 
     name_of: Callable[[str], str | None]
     files: dict[str, Path] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, file by file, each read when it is asked for."""
-        for path in dict.fromkeys(self.files.values()):
-            with open_shard(path) as shard:
-                for stored in shard.keys():  # noqa: SIM118 (not a mapping)
-                    name = self.name_of(stored)
-                    if name is not None:
-                        yield name, shard.get_tensor(stored)
+    def read(self, name: str, file: BinaryIO, into: Tensor | None = None) -> Tensor:
+        """A stored tensor, read from its file, which is open; `into`: its place, if that fits.
+
+        Read rather than mapped: what is mapped counts as memory until the whole file is let go.
+        """
+        shape, dtype = self.shapes[name], self.dtypes[name]
+        fits = into is not None and into.device.type == "cpu" and into.is_contiguous()
+        if into is None or not fits or into.dtype != dtype:
+            into = torch.empty(shape, dtype=dtype)
+        file.seek(self.places[name])
+        room = memoryview(into.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        while room:
+            count = file.readinto(room)  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{file.name} ends within {name}; download it again")
+            room = room[count:]
+        return into
 
 
 def stored_name(family: type[Family]) -> Callable[[str], str | None]:
@@ -194,17 +207,30 @@ def weight_shards(path: Path, name_of: Callable[[str], str | None] = str) -> Sha
     """What the headers of all weight files in a folder say."""
     found = Shards(name_of)
     for file in shard_paths(path):
+        places = data_places(file)
         with open_shard(file) as shard:
             for stored in shard.keys():  # noqa: SIM118 (not a mapping)
                 name = name_of(stored)
                 if name is not None:
-                    _note_tensor(found, name, file, shard.get_slice(stored))
+                    _note_tensor(found, name, file, shard.get_slice(stored), places[stored])
     if not found.files:
         raise CheckpointError(f"the weight files of {path} hold no tensors")
     return found
 
 
-def _note_tensor(found: Shards, name: str, file: Path, header: Any) -> None:
+def data_places(file: Path) -> dict[str, int]:
+    """From which byte of a safetensors file on each of its tensors is stored."""
+    with open_shard(file), open(file, "rb") as opened:  # refused by the first if it is broken
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _note_tensor(found: Shards, name: str, file: Path, header: Any, place: int) -> None:
     if name in found.files:
         raise CheckpointError(f"{name} is stored in {found.files[name].name} and in {file.name}")
     if header.get_dtype() not in STORED_DTYPES:
@@ -215,6 +241,7 @@ def _note_tensor(found: Shards, name: str, file: Path, header: Any) -> None:
     found.files[name] = file
     found.shapes[name] = tuple(header.get_shape())
     found.dtypes[name] = STORED_DTYPES[header.get_dtype()]
+    found.places[name] = place
 
 
 def shard_paths(path: Path) -> list[Path]:
@@ -283,19 +310,23 @@ def check_memory(model: Family, device: torch.device) -> None:
 
 
 def fill(model: Family, shards: Shards) -> None:
-    """Copy every stored tensor into its place, one at a time."""
+    """Read every stored tensor into its place, one at a time, in the order of the files."""
     slots, aliases = model.weights(), model.aliases()
-    repeats: list[tuple[str, Tensor]] = []
-    for name, tensor in shards.tensors():
-        if name in aliases:
-            repeats.append((name, tensor))
-            continue
-        slots[name].copy_(tensor)
-        check_finite(name, slots[name])
-    for name, tensor in repeats:
-        slot = slots[aliases[name]]
-        if not torch.equal(slot, tensor.to(slot.device, slot.dtype)):
-            raise CheckpointError(f"{name} differs from {aliases[name]}, though they are tied")
+    for path in dict.fromkeys(shards.files.values()):
+        with open(path, "rb", buffering=0) as file:
+            for name in sorted(shards.places, key=shards.places.__getitem__):
+                if shards.files[name] == path and name not in aliases:
+                    slot = slots[name]
+                    stored = shards.read(name, file, slot)
+                    if stored is not slot:
+                        slot.copy_(stored)
+                    check_finite(name, slot)
+    for name in aliases:
+        if name in shards.files:
+            with open(shards.files[name], "rb", buffering=0) as file:
+                repeat, slot = shards.read(name, file), slots[aliases[name]]
+            if not torch.equal(slot, repeat.to(slot.device, slot.dtype)):
+                raise CheckpointError(f"{name} differs from {aliases[name]}, though they are tied")
 
 
 def check_finite(name: str, weight: Tensor) -> None:
