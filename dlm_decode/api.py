@@ -14,6 +14,7 @@ from dlm_decode.caches import CACHES, CachePolicy
 from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
+from dlm_decode.graphs import Graphed
 from dlm_decode.machine import automatic_dtype
 from dlm_decode.models import DiffusionLM, ModelInfo, forced
 from dlm_decode.models.backbone import compile_layers
@@ -123,8 +124,10 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         storage: Storage | None = None,
         debug: bool = False,
+        graphs: bool = False,
     ) -> None:
-        """Raises `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit.
+        """`graphs` replays window forwards as CUDA graphs, see `dlm_decode.graphs`. Raises
+        `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit.
 
         `schedule` None takes the blocks that the model was trained with, see `default_schedule`.
         """
@@ -142,7 +145,7 @@ class Decoder:
         bound = parts.schedule.bound(self.tokenizer, self.model.info.vocab_size)
         self.parts = replace(parts, schedule=bound)
         self.engine = Engine(
-            self.model,
+            Graphed(self.model) if graphs else self.model,
             self.parts.sampler,
             self.parts.cache,
             self.parts.schedule,

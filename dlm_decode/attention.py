@@ -10,7 +10,7 @@ a CPU, 4 to 8 branches of 8 to 32 tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,6 +123,31 @@ class PackedAttention:
         """The runs if all rows are whole, else None."""
         whole = all(g.own and not g.length and g.sources is None for g in self._groups)
         return self.runs if whole else None
+
+    @property
+    def places(self) -> Tensor:
+        """Pool indices `(n,)` that the packed tokens' K/V are stored at."""
+        assert self._write_to is not None
+        return self._write_to
+
+    def structure(self) -> tuple[Hashable, ...] | None:
+        """What a forward depends on beside ids, positions and `places`: shapes and addresses.
+
+        None where it depends on more: masks, gathered pages, hooks, a watch, writes of a part.
+        """
+        watched = self._watch is not None or self._write_from is not None
+        if watched or self._store is None or self._write_to is None:
+            return None
+        if any(isinstance(value, Tensor) for g in self._groups for value in vars(g).values()):
+            return None
+        if any(group.hook is not None or group.base is None for group in self._groups):
+            return None
+        numbers = (tuple(vars(group).values()) for group in self._groups)
+        return (*numbers, *self._store.addresses)
+
+    def writing_to(self, places: Tensor) -> PackedAttention:
+        """The same attention, with K/V of all packed tokens stored at `places (T,)`."""
+        return PackedAttention(self._groups, self._store, None, places, write_all=True)
 
     @property
     def run_layer(self) -> Callable[[int, LayerParts, Tensor], Tensor] | None:

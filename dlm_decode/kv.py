@@ -97,6 +97,13 @@ class KVStore:
         self.keys, self.values = pools[: info.layers], pools[info.layers :]
 
     @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the pools lie, and how large and of what kind they are."""
+        pools = (*self.keys, *self.values)
+        tensors = [t for p in pools for t in (p.data, p.scale) if t is not None]
+        return (*(t.data_ptr() for t in tensors), len(pools[0].data), pools[0].data.itemsize)
+
+    @property
     def free_pages(self) -> int:
         return int((self._holders == 0).sum())
 

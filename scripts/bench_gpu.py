@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ class Window:
             info, pages=batch, page_length=shape.row, dtype=bench.model.dtype, device=device
         )
         for pool in (*store.keys, *store.values):
-            pool.normal_()
+            pool.data.normal_()
         begin = torch.arange(batch, device=device)[:, None] * shape.row + shape.prompt
         places = (begin + torch.arange(shape.block, device=device)).flatten()
         self.positions = places % shape.row
@@ -336,10 +337,17 @@ def requests(shape: Shape, batch: int) -> list[Request]:
     return [Request(prompt, **lengths) for prompt in ids]  # type: ignore[arg-type]
 
 
-def decoder_of(bench: Bench, batch: int, region: str) -> Decoder:
+def decoder_of(bench: Bench, batch: int, region: str, *, graphs: bool = False) -> Decoder:
+    """With `graphs`, where there is a GPU for them."""
     turns = bench.shape.length // bench.shape.tokens_per_turn
-    options = {"steps": turns, "refresh_region": region}
-    return Decoder(bench.model, "llada", "dual", max_batch_size=batch, options=options)
+    return Decoder(
+        bench.model,
+        "llada",
+        "dual",
+        max_batch_size=batch,
+        options={"steps": turns, "refresh_region": region},
+        graphs=graphs and bench.device.type == "cuda",
+    )
 
 
 def turn_rows(bench: Bench) -> Iterator[Row]:
@@ -372,13 +380,19 @@ def sync_rows(bench: Bench) -> Iterator[Row]:
 def decode_rows(bench: Bench) -> Iterator[Row]:
     """Tokens a second of whole decodings, with refreshes of the row and of what is generated."""
     shape = bench.shape
-    for region, batch in (("whole", 1), ("generation", 1), ("whole", 8), ("generation", 8)):
+    kinds_of_run = product((1, 8), ("whole", "generation"), (False, True))
+    tokens: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+    for batch, region, graphs in kinds_of_run:
         if batch > max(shape.batches):
             continue
-        decoder, asked = decoder_of(bench, batch, region), requests(shape, batch)
+        decoder = decoder_of(bench, batch, region, graphs=graphs)
+        asked = requests(shape, batch)
         began = time.perf_counter()
         results = decoder.generate(asked)
         rate = batch * shape.length / (time.perf_counter() - began)
+        ids = [result.ids for result in results]
+        if tokens.setdefault((batch, region), ids) != ids:
+            raise RuntimeError(f"refresh {region}, batch {batch}: graphs change the tokens")
         kinds = results[0].trace.forwards_by_kind
         refreshed = shape.row if region == "whole" else shape.length
         most, blocks = batch * shape.block, shape.length // shape.block
@@ -389,7 +403,8 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
         bound = batch * shape.length / (first + (blocks - 1) * again + turns * window)
         per_forward = shape.length / sum(kinds.values())
         computed = sum(r.trace.computed_positions for r in results) / (batch * shape.length)
-        what = f"refresh {region}, batch {batch} (TPF {per_forward:.2f}, PPT {computed:.1f})"
+        how = "graphs" if graphs else "eager"
+        what = f"refresh {region}, batch {batch}, {how} (TPF {per_forward:.2f}, PPT {computed:.1f})"
         yield Row("decode", what, rate, "tokens/s", bound, rate / bound)
 
 
