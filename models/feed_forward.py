@@ -125,7 +125,7 @@ class Experts(nn.Module):
         token = order // self.config.active
         gate, up = grouped_linear(x[token], self.gate_up, ends).chunk(2, dim=-1)
         out = grouped_linear(F.silu(gate) * up, self.down, ends)
-        weighted = out[place].view(*chosen.shape, -1) * weights[..., None]
+        weighted = out[place].view(*chosen.shape, x.shape[-1]) * weights[..., None]
         return weighted.sum(1).to(x.dtype)
 
     def parts(self) -> dict[str, Tensor]:

@@ -309,6 +309,11 @@ def test_the_bias_counts_in_the_choice_and_not_in_the_weight() -> None:
     torch.testing.assert_close(weights, logits[:, 3:].sigmoid())
 
 
+def test_no_tokens_go_through_no_experts() -> None:
+    """A cache may leave a layer nothing to compute."""
+    assert random_experts(ExpertsConfig(6, 2, 5))(torch.zeros(0, 6).double()).shape == (0, 6)
+
+
 def test_experts_that_no_token_uses_are_not_computed() -> None:
     """Their weights may be anything: a NaN would show in a sum that multiplies them by 0."""
     layer = random_experts(ExpertsConfig(6, 2, 5))
