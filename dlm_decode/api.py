@@ -69,11 +69,11 @@ def load(
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    if not isinstance(dtype, str):
-        return dtype
+    if dtype is None:
+        return None
     if dtype == "auto":
         return automatic_dtype(device)
-    found = getattr(torch, dtype, None)
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as float32, got {dtype!r}")
     return found
@@ -134,10 +134,12 @@ class Decoder:
         if isinstance(model, LoadedModel):
             self.model: DiffusionLM = model.model
             self.tokenizer = tokenizer or model.tokenizer
-        else:
+        elif hasattr(model, "info"):
             self.model, self.tokenizer = model, tokenizer
-        self.seed = _checked("seed", seed, int, low=None)
-        given = dict(options or {})
+        else:
+            raise OptionError(f"model must be a loaded one, as api.load() returns, got {model!r}")
+        self.seed = _checked("seed", seed, int, low=-(2**63), high=2**63 - 1)
+        given = _named(options or {})
         if temperature is not None:
             given["draw.temperature"] = temperature
         schedule = schedule or default_schedule(self.model.info)
@@ -150,7 +152,7 @@ class Decoder:
             self.parts.cache,
             self.parts.schedule,
             self.parts.draw,
-            cfg_scale=float(_checked("cfg_scale", cfg_scale, (int, float), low=0)),
+            cfg_scale=float(_checked("cfg_scale", cfg_scale, (int, float), low=0, high=10**6)),
             max_batch_size=_checked("max_batch_size", max_batch_size, int, low=1),
             debug=debug,
             storage=storage or Storage(),
@@ -178,7 +180,7 @@ class Decoder:
                 raise RequestError("the prompt is empty: give at least one word")
             tokenizer = self._tokenizer("a text prompt")
             if not (chat and tokenizer.chat_template):
-                return list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+                return _tokenized(tokenizer, prompt)
         elif len(prompt) and isinstance(prompt[0], Mapping):  # type: ignore[arg-type, index]
             messages = [dict(m) for m in prompt]  # type: ignore[union-attr, arg-type]
         else:
@@ -188,8 +190,6 @@ class Decoder:
     def check(self, request: Request) -> None:
         """Raise `RequestError` or `CapabilityError` if `request` cannot be decoded."""
         check_request(request, self.model.info)
-        if isinstance(request.stop, str):
-            raise RequestError(f"stop must be a list of strings, got {request.stop!r}")
         if request.stop:
             self._tokenizer("a stop string")
 
@@ -248,6 +248,10 @@ class Decoder:
     ) -> list[Request]:
         if isinstance(prompts, (str, Request)):
             prompts = [prompts]
+        if not isinstance(prompts, Iterable) or isinstance(prompts, (Mapping, bytes)):
+            raise RequestError(
+                f"prompts must be texts, chats, lists of ids or one, got {prompts!r}"
+            )
         listed = list(prompts)
         if listed and not isinstance(listed[0], (str, Request)) and not _is_nested(listed[0]):
             listed = [listed]  # type: ignore[list-item]
@@ -264,12 +268,18 @@ class Decoder:
             )
         except Exception as error:
             raise RequestError(f"the chat template refuses these messages: {error}") from None
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return _tokenized(tokenizer, str(text))
 
     def _tokenizer(self, what: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise CapabilityError(f"{what} needs a tokenizer, and this model has none: give ids")
         return self.tokenizer
+
+
+def _tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError("the prompt holds half of a surrogate pair, which is no character")
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def default_schedule(info: ModelInfo) -> str:
@@ -290,6 +300,11 @@ def build_parts(
     a chain: "credit.alpha"); it must be when two parts share it. Raises `OptionError` naming the
     nearest key.
     """
+    for kind, part in (("sampler", sampler), ("cache", cache), ("schedule", schedule)):
+        if not isinstance(part, (str, Options)):
+            raise OptionError(f"{kind} must be a name or a ready {kind} object, got {part!r}")
+    if not isinstance(draw, Draw | None):
+        raise OptionError(f"draw must be a Draw, got {draw!r}")
     chain = chain_classes(sampler)
     others = {"cache": _class_of(CACHES, cache), "schedule": _class_of(SCHEDULES, schedule)}
     classes: dict[str, type[Options]] = {**chain, **others, "draw": Draw}
@@ -375,9 +390,17 @@ def _is_nested(prompt: Any) -> bool:
     return isinstance(prompt, (list, tuple))
 
 
-def _checked(name: str, value: Any, kind: Any, *, low: float | None) -> Any:
+def _checked(name: str, value: Any, kind: Any, *, low: int, high: int | None = None) -> Any:
     if isinstance(value, bool) or not isinstance(value, kind) or value != value:
         raise OptionError(f"{name} must be a number, got {value!r}")
-    if low is not None and value < low:
+    if value < low:
         raise OptionError(f"{name} must be at least {low}, got {value}")
+    if high is not None and value > high:
+        raise OptionError(f"{name} must be at most {high}, got {value}")
     return value
+
+
+def _named(options: Any) -> dict[str, Any]:
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise OptionError(f"options must be a mapping from names to values, got {options!r}")
+    return dict(options)

@@ -230,7 +230,10 @@ def read_finished(path: Path) -> Finished:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n") and line.startswith(_ROW_BEGINS[: len(line)]):
                 break
-            ids.add(_finished_id(line, f"{path} line {number}"))
+            row = _finished_id(line, f"{path} line {number}")
+            if row in ids:
+                raise FileFormatError(f"{path} line {number} repeats row {row!r}: cannot resume")
+            ids.add(row)
             size += len(line)
     return Finished(frozenset(ids), size)
 

@@ -8,6 +8,7 @@ tables of the README.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -17,6 +18,9 @@ from typing import Any, TypeVar
 from dlm_decode.errors import OptionError
 
 T = TypeVar("T", bound="Options")
+
+_FP32_LEAST, _FP32_MOST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""The least and the greatest positive normal number of fp32."""
 
 
 def option(
@@ -90,13 +94,21 @@ def _coerced(field: dataclasses.Field[Any], hint: Any, value: Any, owner: type) 
     where = f"{owner.__name__}.{field.name}"
     parsed = _parse(value, kinds) if isinstance(value, str) else value
     if isinstance(parsed, int) and not isinstance(parsed, bool) and float in kinds:
-        parsed = float(parsed)
+        parsed = _as_float(parsed)
     primitive = [k for k in kinds if k in (bool, int, float, str, type(None), tuple)]
     if len(primitive) == len(kinds) and type(parsed) not in kinds:
-        raise OptionError(f"{where} must be {_type_name(hint)}, got {value!r}")
+        raise OptionError(f"{where} must be {_type_name(hint)}, got {_shown(value)}")
     if parsed is not None:
         _check_range(field, parsed, where)
     return parsed
+
+
+def _as_float(value: int) -> float:
+    """`value` as a float, infinite where it is beyond all floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_range(field: dataclasses.Field[Any], value: Any, where: str) -> None:
@@ -107,10 +119,25 @@ def _check_range(field: dataclasses.Field[Any], value: Any, where: str) -> None:
         (m["low"] is None or value >= m["low"])
         and (m["high"] is None or value <= m["high"])
         and (m["above"] is None or value > m["above"])
-        and value == value
     )
     if bad_choice or bad_range:
-        raise OptionError(f"{where} must be {_allowed(field)}, got {value!r}")
+        raise OptionError(f"{where} must be {_allowed(field)}, got {_shown(value)}")
+    if number and not _fits(value):
+        raise OptionError(f"{where} must fit a 32-bit number, got {_shown(value)}")
+
+
+def _fits(value: float) -> bool:
+    """Whether tensors can hold `value`: a 32-bit integer, or a float that fp32 keeps apart from 0
+    and infinity. Infinity itself is a value of its own, such as a threshold never reached."""
+    if isinstance(value, int):
+        return -(2**31) <= value < 2**31
+    return value in (0.0, math.inf, -math.inf) or _FP32_LEAST <= abs(value) <= _FP32_MOST
+
+
+def _shown(value: Any) -> str:
+    """`value` as a message quotes it: not longer than a line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -296,6 +296,7 @@ def _extent(request: Request, editable: np.ndarray) -> tuple[int, int]:
 
 def check_request(request: Request, info: ModelInfo) -> None:
     """Raise `RequestError` for what cannot be decoded, saying what is allowed."""
+    _check_kinds(request)
     _check_numbers(request)
     _check_ids("prompt_ids", request.prompt_ids, info, allow_mask=request.infill)
     _check_ids("suffix_ids", request.suffix_ids, info, allow_mask=request.infill)
@@ -303,9 +304,10 @@ def check_request(request: Request, info: ModelInfo) -> None:
     if not len(request.prompt_ids):
         raise RequestError("the prompt is empty: give at least one token")
     for offset in request.frozen:
-        if not 0 <= offset < request.gen_length:
+        if not _is_whole(offset) or not 0 <= offset < request.gen_length:
             raise RequestError(
-                f"frozen offset {offset} is outside the generated region [0, {request.gen_length})"
+                f"frozen offset {offset!r} is outside the generated region "
+                f"[0, {request.gen_length})"
             )
     length = len(request.prompt_ids) + request.gen_length + len(request.suffix_ids)
     if length > info.max_positions:
@@ -320,6 +322,27 @@ def check_request(request: Request, info: ModelInfo) -> None:
         raise CapabilityError(f"eos policy {request.eos!r} needs a model with an end-of-text id")
 
 
+def _check_kinds(request: Request) -> None:
+    for name, kind, words in (
+        ("suffix_ids", Sequence, "a list of ids"),
+        ("frozen", Mapping, "a mapping from offsets to ids"),
+        ("infill", bool, "True or False"),
+        ("stop_at_eos", bool, "True or False"),
+    ):
+        value = getattr(request, name)
+        if not isinstance(value, (kind, np.ndarray) if kind is Sequence else kind):
+            raise RequestError(f"{name} must be {words}, got {value!r}")
+    if isinstance(request.stop, str) or not isinstance(request.stop, Sequence):
+        raise RequestError(f"stop must be a list of strings, got {request.stop!r}")
+    for text in request.stop:
+        if not isinstance(text, str):
+            raise RequestError(f"stop must hold strings, got {text!r}")
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def _check_numbers(request: Request) -> None:
     least = 0 if request.infill else 1
     for name, value, low in (
@@ -331,7 +354,7 @@ def _check_numbers(request: Request) -> None:
     ):
         if value is None and name in ("block_length", "seed"):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        if not _is_whole(value):
             raise RequestError(f"{name} must be an integer, got {value!r}")
         if low is not None and value < low:
             raise RequestError(f"{name} must be at least {low}, got {value}")
@@ -343,7 +366,7 @@ def _check_numbers(request: Request) -> None:
 
 def _check_ids(name: str, ids: Sequence[int], info: ModelInfo, *, allow_mask: bool) -> None:
     for place, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+        if not _is_whole(token):
             raise RequestError(f"{name}[{place}] must be an integer id, got {token!r}")
         if not 0 <= token < info.vocab_size:
             raise RequestError(
@@ -351,9 +374,10 @@ def _check_ids(name: str, ids: Sequence[int], info: ModelInfo, *, allow_mask: bo
                 f"{info.vocab_size - 1}: is this the model's own tokenizer?"
             )
         if token == info.mask_id and not allow_mask:
+            mend = "" if name == "frozen" else ", or set infill=True if that is what is meant"
             raise RequestError(
                 f"{name}[{place}] is the mask id {token}; it marks positions to fill: "
-                "remove it, or set infill=True if that is what is meant"
+                f"remove it{mend}"
             )
 
 

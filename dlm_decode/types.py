@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Draw(Options):
     """How a token is drawn from a position's logits, whichever sampler chooses the positions."""
 
-    temperature: float = option(0.0, "0 takes the most probable token; > 0 samples", low=0.0)
+    temperature: float = option(
+        0.0, "0 takes the most probable token; > 0 samples", low=0.0, high=1e6
+    )
     top_p: float | None = option(None, "sample from the smallest set of this mass", above=0, high=1)
     top_k: int | None = option(None, "sample from this many most probable tokens", low=1)
 

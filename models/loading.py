@@ -154,6 +154,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def find_family(config: Mapping[str, Any]) -> type[Family]:
     """The registered family of a config.json."""
+    kind, classes = config.get("model_type"), config.get("architectures") or []
+    if not isinstance(kind, str | None):
+        raise CheckpointError(f"config.json: model_type must be a name, got {kind!r}")
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise CheckpointError(f"config.json: architectures must be a list of names: {classes!r}")
     for name in FAMILIES.names():
         family = cast("type[Family]", FAMILIES.get(name))
         if family.matches(config):

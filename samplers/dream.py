@@ -43,7 +43,10 @@ class Dream(Sampler):
         choices=tuple(NEEDS),
     )
     steps: int | None = option(
-        None, "steps of the whole request, shared by its blocks (none: one per token)", low=1
+        None,
+        "steps of the whole request, shared by its blocks (none: one per token)",
+        low=1,
+        high=65536,
     )
     eps: float = option(1e-3, "time at which the schedule ends", above=0.0, high=1.0)
     alg_temp: float | None = option(

@@ -35,7 +35,7 @@ class Klass(QuotaSampler):
 
     conf_threshold: float = option(0.9, "confidence that is enough", low=0.0)
     kl_threshold: float = option(0.01, "divergence in nats that is settled", above=0.0, high=10.0)
-    kl_history_length: int = option(2, "turns n that must have been settled", low=1)
+    kl_history_length: int = option(2, "turns n that must have been settled", low=1, high=1024)
     unmask_strategy: str = option(
         "all", "which of the settled ones to commit", choices=("all", "max_conf", "min_kl")
     )

@@ -46,5 +46,6 @@ class LocalLeap(Sampler):
 
 def within(places: Tensor, radius: int) -> Tensor:
     """Positions at most `radius` from one of `places (B, W)`, `(B, W)` bool."""
+    radius = min(radius, places.shape[-1])
     reach = F.max_pool1d(places[:, None].float(), 2 * radius + 1, stride=1, padding=radius)
     return reach[:, 0] > 0

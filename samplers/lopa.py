@@ -33,7 +33,7 @@ class Lopa(Sampler):
     paper: ClassVar[str] = "LoPA, arXiv:2512.16229"
     traits: ClassVar[frozenset[str]] = frozenset({"history", "branches"})
 
-    lookahead: int = option(4, "k, branches beside the row as it stands", low=0)
+    lookahead: int = option(4, "k, branches beside the row as it stands", low=0, high=1024)
     threshold: float = option(0.9, "confidence above which tokens are committed", low=0.0)
     law: str = option(
         "propose",

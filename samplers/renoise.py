@@ -42,7 +42,9 @@ class Renoise(Sampler):
     entropy_bound: float = option(0.1, "bound in nats on what is accepted together", low=0.0)
     t_max: float = option(0.8, "temperature of the first turn", above=0.0)
     t_min: float = option(0.4, "temperature that the turns approach", above=0.0)
-    stable_turns: int = option(1, "turns that the best ids must have been the same", low=0)
+    stable_turns: int = option(
+        1, "turns that the best ids must have been the same", low=0, high=1024
+    )
     confident: float = option(0.005, "mean entropy in nats below which it may end", low=0.0)
 
     @property

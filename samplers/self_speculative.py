@@ -67,7 +67,9 @@ class SelfSpeculative(Wrapper):
     preserves_text: ClassVar[bool] = True
     outermost: ClassVar[bool] = True
 
-    max_states: int = option(4, "states K forwarded at once, the canvas itself included", low=1)
+    max_states: int = option(
+        4, "states K forwarded at once, the canvas itself included", low=1, high=1024
+    )
     drafter: str = option(
         "chain",
         "which states to draft: those the inner would reach, or those of a graph (Spiffy)",

@@ -80,9 +80,9 @@ class Scoring(LayerHook):
         if not len(places):  # the block is the whole row
             self.chosen.append(places)
             return
-        pooled = F.max_pool1d(
-            scores[places][None], self.kernel, stride=1, padding=self.kernel // 2
-        )[0, : len(places)]
+        kernel = min(self.kernel, 2 * len(places) + 1)  # wider ones see no more
+        pooled = F.max_pool1d(scores[places][None], kernel, stride=1, padding=kernel // 2)
+        pooled = pooled[0, : len(places)]
         count = int(self.share * len(places))
         self.chosen.append(places[pooled.topk(count).indices.sort().values])
 

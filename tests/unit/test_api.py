@@ -112,6 +112,11 @@ def test_settings_are_fields_of_the_request() -> None:
         ([[]], RequestError, "the prompt is empty"),
         ([[1], []], RequestError, "the prompt is empty"),
         ([[1], [99]], RequestError, r"prompt_ids\[0\] is 99"),
+        (5, RequestError, "prompts must be texts, chats, lists of ids or one, got 5"),
+        (None, RequestError, "prompts must be texts, chats, lists of ids or one, got None"),
+        ({"prompt": "w1"}, RequestError, "prompts must be texts, chats, lists of ids or one"),
+        (b"w1", RequestError, "prompts must be texts, chats, lists of ids or one"),
+        ("w1 \ud800", RequestError, "half of a surrogate pair"),
         ([{"role": "nobody", "content": "w1"}], RequestError, "the chat template refuses.*who"),
     ],
 )
@@ -382,6 +387,16 @@ def test_an_option_of_two_parts_needs_its_part(monkeypatch: pytest.MonkeyPatch) 
         ({"schedule": "fix"}, UnknownNameError, "did you mean 'fixed'"),
         ({"seed": 0.5}, OptionError, "seed must be a number, got 0.5"),
         ({"seed": True}, OptionError, "seed must be a number"),
+        ({"seed": 2**63}, OptionError, "seed must be at most 9223372036854775807, got 922"),
+        ({"seed": -(2**80)}, OptionError, "seed must be at least -9223372036854775808, got -120"),
+        ({"cfg_scale": float("inf")}, OptionError, "cfg_scale must be at most 1000000, got inf"),
+        ({"sampler": None}, OptionError, "sampler must be a name or a ready sampler object, got N"),
+        ({"sampler": Dual}, OptionError, "sampler must be a name or a ready sampler object, got <"),
+        ({"cache": None}, OptionError, "cache must be a name or a ready cache object, got None"),
+        ({"schedule": 3}, OptionError, "schedule must be a name or a ready schedule object, got 3"),
+        ({"options": [1]}, OptionError, r"options must be a mapping from names .* got \[1\]"),
+        ({"options": {5: 1}}, OptionError, "options must be a mapping from names"),
+        ({"draw": {"temperature": 1}}, OptionError, "draw must be a Draw, got"),
         ({"cfg_scale": -1}, OptionError, "cfg_scale must be at least 0, got -1"),
         ({"cfg_scale": float("nan")}, OptionError, "cfg_scale must be a number"),
         ({"max_batch_size": 0}, OptionError, "max_batch_size must be at least 1, got 0"),
@@ -393,6 +408,12 @@ def test_wrong_choices_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         Decoder(MODEL, **changes)
+
+
+@pytest.mark.parametrize("model", ["tiny", None])
+def test_a_model_that_is_not_loaded_is_refused(model: Any) -> None:
+    with pytest.raises(OptionError, match=r"model must be a loaded one, as api\.load\(\) returns"):
+        Decoder(model)
 
 
 # ----------------------------------------------------------------------------------------- loading
@@ -415,6 +436,7 @@ def test_a_saved_model_decodes_as_the_one_in_memory(tmp_path: Any) -> None:
     [
         ({"dtype": "int8"}, OptionError, "dtype must be a floating-point type.*got 'int8'"),
         ({"dtype": "double8"}, OptionError, "got 'double8'"),
+        ({"dtype": 5}, OptionError, "dtype must be a floating-point type.*got 5"),
         ({"device": "abacus"}, OptionError, "device 'abacus' cannot be used"),
         ({}, CheckpointError, "no folder 'nowhere'"),
     ],

@@ -441,3 +441,17 @@ def test_rotary_settings_are_read_where_transformers_5_puts_them() -> None:
 def test_both_llada_layouts_are_told_apart() -> None:
     for family in (LLaDA, LLaDAMoE):
         assert find_family(family.tiny) is family
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": ["llada"]}, r"model_type must be a name, got \['llada'\]"),
+        ({"model_type": "llada", "architectures": 5}, "architectures must be a list of names: 5"),
+        ({"architectures": [None]}, r"architectures must be a list of names: \[None\]"),
+        ({}, "model_type None with architectures None is of no known family"),
+    ],
+)
+def test_a_config_that_names_no_family_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        find_family(config)

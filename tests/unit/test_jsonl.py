@@ -146,6 +146,13 @@ def test_resume_refuses_a_file_of_something_else(
         jsonl.read_finished(path)
 
 
+def test_resume_refuses_a_file_that_holds_a_row_twice(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(result("a") + result("b") + result("a"))
+    with pytest.raises(FileFormatError, match="line 3 repeats row 'a'"):
+        jsonl.read_finished(path)
+
+
 def test_a_write_cut_short_leaves_whole_lines_only(tmp_path: Path) -> None:
     """Half a line would be a row that no reader can parse, in the middle after a resume."""
     path = tmp_path / "out.jsonl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class Example(Options):
     remask: bool = option(False, "mask again")
     rule: str | None = option(None, "rule", choices=(None, "low", "high"))
     limit: int | None = option(None, "at most this many", low=1)
+    scale: float = option(1.0, "any number")
     internal: int = 3
 
 
@@ -74,6 +76,11 @@ def test_text_and_values_are_parsed_to_the_declared_type(
         ({"remask": 2}, "Example.remask must be bool, got 2"),
         ({"rule": "middle"}, "Example.rule must be one of None, low, high, got 'middle'"),
         ({"limit": 0}, "Example.limit must be >= 1, got 0"),
+        ({"limit": 2**31}, "Example.limit must fit a 32-bit number, got 2147483648"),
+        ({"threshold": 1e-300}, "Example.threshold must fit a 32-bit number, got 1e-300"),
+        ({"scale": 1e39}, "Example.scale must fit a 32-bit number, got 1e+39"),
+        ({"scale": "nan"}, "Example.scale must fit a 32-bit number, got nan"),
+        ({"limit": "9" * 5000}, "Example.limit must be int or none, got '" + "9" * 56 + "..."),
     ],
 )
 def test_a_refused_value_names_field_constraint_and_value(
@@ -83,6 +90,13 @@ def test_a_refused_value_names_field_constraint_and_value(
         build(Example, values)
     assert str(caught.value) == message
     assert isinstance(caught.value, DlmDecodeError)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, "inf", 10**400, 0.0, 2.0**-126, 3.4e38])
+def test_infinity_and_all_that_fp32_holds_are_numbers(value: Any) -> None:
+    assert build(Example, {"scale": value}).scale == (
+        math.inf if value == 10**400 else float(value)
+    )
 
 
 def test_the_constructor_checks_like_build() -> None:
@@ -100,7 +114,7 @@ def test_an_unknown_option_suggests_the_nearest_and_lists_all() -> None:
         build(Example, {"treshold": 0.5})
     assert str(caught.value) == (
         "unknown option 'treshold' for Example; did you mean 'threshold'?"
-        " (options: limit, remask, rule, steps, threshold)"
+        " (options: limit, remask, rule, scale, steps, threshold)"
     )
 
 
@@ -126,6 +140,7 @@ def test_options_are_described_in_order_with_type_default_and_range() -> None:
         ("remask", "bool", False, ""),
         ("rule", "str or none", None, "one of None, low, high"),
         ("limit", "int or none", None, ">= 1"),
+        ("scale", "float", 1.0, ""),
     ]
     assert all(info.help for info in describe_options(Example))
 
