@@ -46,6 +46,7 @@ def describe_run(args: argparse.Namespace, questions: ProblemSet, asking: Asking
         "cfg_scale": args.cfg_scale,
         "seed": args.seed,
         "dtype": _dtype(args),
+        "adapter": None if args.adapter is None else describe_model(args.adapter),
         "kv_dtype": args.kv_dtype,
         "forcing": args.forcing,
         "version": __version__,
@@ -70,7 +71,7 @@ def _plain(configuration: Any) -> Any:
 
 
 def describe_model(name: str | None) -> dict[str, str]:
-    """The model's name and a digest of its configuration, tokenizer and weights."""
+    """The name of a model or adapter and a digest of its files, weights and tokenizer."""
     from dlm_decode.models.loading import bundled_model_path, local_folder
 
     folder = bundled_model_path() if name is None else local_folder(name)

@@ -75,7 +75,8 @@ def test_speculation_stays_lossless_over_it() -> None:
     ]
     steps = [[(s.positions, s.tokens) for s in r.trace.steps] for r in results]
     assert steps[0] == steps[1]
-    assert results[1].forwards < results[0].forwards
+    assert results[1].trace.drafted, "states were forwarded ahead of their turn"
+    assert results[1].forwards <= results[0].forwards
 
 
 def test_the_audit_tells_what_it_saves_and_costs() -> None:
