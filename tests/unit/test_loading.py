@@ -22,7 +22,13 @@ from dlm_decode.errors import CapacityError, CheckpointError
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.dream import Dream
 from dlm_decode.models.llada import LLaDA
-from dlm_decode.models.loading import bundled_model_path, load_model, save_model
+from dlm_decode.models.loading import (
+    bundled_model_path,
+    fill,
+    load_model,
+    save_model,
+    weight_shards,
+)
 from dlm_decode.models.published import Family, Published
 from dlm_decode.models.toy import random_dream, random_llada, randomise
 
@@ -217,6 +223,20 @@ def test_truncated_weight_files_are_refused(folder: Path, kept: int) -> None:
     (folder / "model.safetensors").write_bytes(whole[:kept])
     with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         load_model(folder)
+
+
+def test_tensors_are_read_into_their_places(folder: Path) -> None:
+    """No second copy where the dtype is the stored one, and a refusal if the file shrank since."""
+    shards, slots = weight_shards(folder), random_llada(1).weights()
+    with open(folder / "model.safetensors", "rb", buffering=0) as file:
+        assert shards.read(HEAD, file, slots[HEAD]) is slots[HEAD]
+        wide = slots[EMBED].double()
+        assert shards.read(EMBED, file, wide) is not wide
+    assert torch.equal(slots[HEAD], random_llada().weights()[HEAD])
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-9])
+    with pytest.raises(CheckpointError, match="ends within"):
+        fill(random_llada(1), shards)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(folder: Path) -> None:
