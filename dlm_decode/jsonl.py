@@ -278,8 +278,10 @@ class RowWriter:
             rest = memoryview(line)
             while rest:
                 rest = rest[file.write(rest) :]
-        except BaseException:
+        except BaseException as error:
             self._truncate(self._end)
+            if isinstance(error, OSError):
+                error.filename = str(file.name)
             raise
         self._end += len(line)
 

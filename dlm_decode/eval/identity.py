@@ -46,6 +46,7 @@ def describe_run(args: argparse.Namespace, questions: ProblemSet, asking: Asking
         "cfg_scale": args.cfg_scale,
         "seed": args.seed,
         "dtype": _dtype(args),
+        "compile": args.compile,
         "adapter": None if args.adapter is None else describe_model(args.adapter),
         "kv_dtype": args.kv_dtype,
         "forcing": args.forcing,

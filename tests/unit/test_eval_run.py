@@ -116,6 +116,8 @@ def test_another_runs_folder_is_refused(
     assert evaluate("lists", *out) == 0
     assert evaluate("lists", "--seed", "5", *out) == 2
     assert "holds another run (seed differ" in capsys.readouterr().err
+    assert evaluate("lists", "--compile", *out) == 2
+    assert "holds another run (compile differ" in capsys.readouterr().err
     assert evaluate("lists", "--seed", "5", "--overwrite", *out) == 0
 
 

@@ -195,3 +195,10 @@ def test_rows_go_to_standard_output_without_a_path(capsys: pytest.CaptureFixture
     with RowWriter(None) as writer:
         writer.write({"id": "ä"})
     assert capsys.readouterr().out == '{"id": "ä"}\n'
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_write_that_fails_names_the_file() -> None:
+    with RowWriter(Path("/dev/full")) as writer, pytest.raises(OSError) as refused:
+        writer.write({"id": "1"})
+    assert refused.value.filename == "/dev/full"
