@@ -15,4 +15,4 @@ fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy
-exec "$python" -m pytest --cov --cov-report=term
+exec "$python" -m pytest -n auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
