@@ -296,8 +296,10 @@ def laws(model: DiffusionLM, hidden: Tensor) -> Tensor:
 
 
 def fingerprint(model: DiffusionLM) -> str:
-    """What tells models apart: a hash of sizes, names, shapes and first values of the weights."""
-    digest = hashlib.blake2b(repr(model.info).encode(), digest_size=16)
+    """What tells models apart: a hash of the vocabulary, and of names, shapes and first values of
+    the weights."""
+    info = model.info
+    digest = hashlib.blake2b(f"{info.vocab_size} {info.mask_id}".encode(), digest_size=16)
     stored = getattr(model, "weights", None)
     weights: dict[str, Tensor] = stored() if callable(stored) else {}
     for name in sorted(weights):

@@ -249,7 +249,7 @@ class TestMistakes:
         (["--set", "threshold=high"], "Threshold.threshold must be float, got 'high'"),
         (["--set", "threshold"], "--set takes KEY=VALUE, got 'threshold'"),
         (["--set", "top_k=1", "--set", "top_k=2"], "option 'top_k' is given twice: '1' and '2'"),
-        (["--temperature", "-1"], "Draw.temperature must be >= 0.0, got -1.0"),
+        (["--temperature", "-1"], "Draw.temperature must be >= 0.0 and <= 1000000.0, got -1.0"),
         (["--temperature", "warm"], "Draw.temperature must be float, got 'warm'"),
         (["--model", "no-such-folder"], "no folder 'no-such-folder'"),
         (["--device", "toaster"], "device 'toaster' cannot be used"),
@@ -493,7 +493,7 @@ class TestList:
 
     def test_samplers_come_with_the_options_of_drawing(self, capsys: Captured) -> None:
         assert cli.main(["list", "samplers"]) == 0
-        assert "--set temperature=0.0  (float, >= 0.0)" in capsys.readouterr().out
+        assert "--set temperature=0.0  (float, >= 0.0 and <= 1000000.0)" in capsys.readouterr().out
 
 
 class TestMain:

@@ -154,7 +154,7 @@ def test_dawn_without_edges_is_a_threshold() -> None:
 
 
 def test_dawn_commits_the_best_if_there_is_nothing_else() -> None:
-    assert taken(make("dawn"), [0.3, 0.5, 0.5, 0.2], {}) == [1]
+    assert taken(make("dawn"), [0.3, 0.5, 0.45, 0.2], {}) == [1]
 
 
 def test_dawn_induces_what_leans_on_certain_tokens() -> None:

@@ -576,11 +576,12 @@ def test_klass_commits_what_stood_still_for_n_turns(n: int, expected: list[int])
 
 def test_klass_waits_for_positions_that_still_change() -> None:
     canvas = make_canvas(width=6)
-    still = logits_with_top([0.95] * 6)
-    moved = logits_with_top([0.95, 0.95, 0.95, 0.99, 0.95, 0.95])
+    still, moved = (
+        logits_with_top([0.95, 0.9499, 0.9498, p, 0.9496, 0.9495]) for p in (0.9497, 0.99)
+    )
     decisions = run(klass(), canvas, [still, still, moved, moved, moved])
     assert order(decisions) == [[0], [1], [2, 4, 5], [3]]
-    kl = 0.99 * math.log(0.99 / 0.95) + 0.01 * math.log(0.01 / 0.05)
+    kl = 0.99 * math.log(0.99 / 0.9497) + 0.01 * math.log(0.01 / 0.0503)
     assert kl > 0.01
     assert order(run(klass(kl_threshold=kl + 1e-4), canvas, [still, still, moved])) == [
         [0],
@@ -656,7 +657,7 @@ def test_klass_history_over_the_canvas_outlives_blocks_but_waits_in_each() -> No
     """The published loop keeps distributions of the whole row, and waits n - 1 steps a block."""
     first = torch.tensor([[1, 1, 1, 0, 0, 0]]).bool()
     canvas = make_canvas(masked=torch.ones(1, 6).bool(), eligible=first)
-    sampler, logits = klass(history="canvas"), logits_with_top([0.95] * 6)
+    sampler, logits = klass(history="canvas"), logits_with_top([0.96, 0.95, 0.94, 0.93, 0.92, 0.91])
     assert sampler.scope == "canvas"
     assert klass().scope == "block"
     state, taken = sampler.init(canvas), []

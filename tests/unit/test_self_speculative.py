@@ -189,7 +189,7 @@ def test_drafting_from_a_graph_needs_no_host_sync(temperature: float) -> None:
         ("prophet+self_speculative+llada", {}, r"as in self_speculative\+prophet"),
         ("self_speculative+llada", {"graph": "x.json"}, "needs drafter=graph"),
         ("self_speculative+llada", {"graph": "x.json", "drafter": "graph"}, "cannot be read"),
-        ("self_speculative+llada", {"max_states": 0}, "max_states must be >= 1, got 0"),
+        ("self_speculative+llada", {"max_states": 0}, "max_states must be >= 1 and <= 1024, got 0"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(
