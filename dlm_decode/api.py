@@ -48,10 +48,10 @@ def load(
     `dtype` None keeps the checkpoint's (on the CPU the bundled fp16 model runs in fp32); "auto" is
     that too, but on a CPU bfloat16 where it has it in hardware and else float32. `compile` fuses
     what layers do between attentions, at the cost of a minute in the first forward. `adapter` is a
-    folder with a LoRA adapter in peft's form, merged into the weights (extra `lora`). Raises
-    `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
-    `forcing` is the block length of a checkpoint that was trained on by diffusion forcing (D2F),
-    which its files do not tell.
+    folder with a LoRA adapter in peft's form, merged into the weights (extra `lora`). `forcing` is
+    the block length of a checkpoint that was trained on by diffusion forcing (D2F), which its files
+    do not tell. Raises `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for
+    too little memory.
     """
     if name_or_path is None:
         name_or_path, dtype = bundled_model_path(), dtype or torch.float32

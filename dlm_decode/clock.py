@@ -9,9 +9,11 @@ import torch
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds that this process has spent, if it computes on a CPU; of the wall clock otherwise.
+    """Seconds that this process has spent, if it computes on one thread of a CPU; else the wall
+    clock's.
 
     Other programs on a CPU lengthen what the wall clock says of one far more than what it spends.
-    With several threads the seconds of all of them count.
+    With several threads the seconds of all would count, so that saving none could look like it.
     """
-    return time.process_time if device.type == "cpu" else time.perf_counter
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter

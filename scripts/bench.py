@@ -31,7 +31,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +48,7 @@ from dlm_decode.api import Decoder, load
 from dlm_decode.attention import Group, PackedAttention
 from dlm_decode.audit import CacheReport, audit_cache
 from dlm_decode.caches import CACHES as POLICIES
+from dlm_decode.clock import clock_of
 from dlm_decode.footprint import Allocations, weight_bytes
 from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
 from dlm_decode.head import statistics as statistics_pass
@@ -65,8 +65,8 @@ CACHES = ("none", "prefix", "dual")
 
 
 def now_s() -> float:
-    """Seconds spent by the process if it has one thread, else the wall clock's."""
-    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+    """What the clock for comparisons says: models are measured on the CPU here."""
+    return clock_of(torch.device("cpu"))()
 
 
 @dataclass(frozen=True)

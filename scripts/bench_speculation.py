@@ -4,7 +4,7 @@
     python scripts/bench_speculation.py --count 2 --states 8  # fewer items, one K
 
 Every row compares the same requests decoded with and without speculation: the share of identical
-outputs, and what was spent relative to the plain run (on a CPU, its seconds). `pays below` is the
+outputs, and what was spent relative to the plain run, seconds by `clock_of`. `pays below` is the
 cost of one more row in a forward, relative to a forward of one, under which fewer forwards are less
 time: with f the ratio of forwards and r the rows of a forward, f (1 + c (r - 1)) < 1.
 """
