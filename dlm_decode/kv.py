@@ -26,7 +26,8 @@ class Slot:
     """A row's place in the store: `places (N,)` are its positions' indices in the pool.
 
     `base` is the first of them when they are consecutive, else None. `tokens` and `turns` `(N,)`
-    tell which id, in which turn, each stored position was computed from (-1: never).
+    tell which id, in which turn, each stored position was computed from (-1: never). `room` is how
+    many positions its pages hold.
     """
 
     pages: tuple[int, ...]
@@ -34,6 +35,7 @@ class Slot:
     base: int | None
     tokens: np.ndarray
     turns: np.ndarray
+    room: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Pool:
             new, scale = quantised(new)
             self.scale.index_copy_(0, places, scale)
         self.data.index_copy_(0, places, new.to(self.data.dtype))
+
+    def clear(self, places: Tensor) -> None:
+        """Set `places (n,)` to zero."""
+        for tensor in (self.data,) if self.scale is None else (self.data, self.scale):
+            tensor.index_fill_(0, places, 0)
 
     def copy(self, start: int, to: int, count: int) -> None:
         """Copy `count` places from `start` on."""
@@ -107,12 +114,14 @@ class KVStore:
     def free_pages(self) -> int:
         return int((self._holders == 0).sum())
 
-    def allocate(self, length: int, shared: Sequence[int] = ()) -> Slot:
+    def allocate(self, length: int, shared: Sequence[int] = (), *, room: int = 0) -> Slot:
         """A slot for `length` positions, whose first pages are the `shared` ones of other rows.
 
+        It has room for `room` positions, if that is more. What lies behind `length` is set to zero:
+        it may be read, for nothing, beside longer rows.
         Raises `CapacityError`, and takes nothing, when too few pages are free.
         """
-        count = pages_of(length, self.page_length) - len(shared)
+        count = pages_of(max(length, room), self.page_length) - len(shared)
         pages = self._find(count)
         if pages is None:
             raise CapacityError(
@@ -122,8 +131,11 @@ class KVStore:
         self.hold(shared)
         self._holders[pages] += 1
         never = np.full(length, -1, dtype=np.int64)
-        places, base = self._laid_out((*shared, *pages.tolist()), length)
-        return Slot((*shared, *pages.tolist()), places, base, never, never.copy())
+        taken = (*shared, *pages.tolist())
+        size = len(taken) * self.page_length
+        places, base = self._laid_out(taken, size)
+        self._clear(places[length:])
+        return Slot(taken, places[:length], base, never, never.copy(), size)
 
     def fork(self, slot: Slot) -> Slot:
         """Another slot over the same pages; nothing is copied until one of the two is written."""
@@ -172,6 +184,11 @@ class KVStore:
         """Store `keys`, `values` `(n, G, K)` at the pool indices `places (n,)`."""
         self.keys[layer].write(places, keys)
         self.values[layer].write(places, values)
+
+    def _clear(self, places: np.ndarray) -> None:
+        if len(places):
+            for pool in (*self.keys, *self.values):
+                pool.clear(torch.from_numpy(places).to(pool.data.device))
 
     def _copy(self, page: int, to: int) -> None:
         size = self.page_length

@@ -20,6 +20,9 @@ from dlm_decode.caches import LayerHook, RowPlan
 from dlm_decode.kv import Slot
 from dlm_decode.rows import Row
 
+NEAR = 1.25
+"""Rows are attended in one call if their keys then number at most this many times their own."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -43,15 +46,29 @@ class Entry:
     @property
     def shape(self) -> tuple[str, int, int, int]:
         """Entries of equal shape are attended in one call: kind, queries, stored keys, and for a
-        row with a hook which entry it is."""
+        row with a hook which entry it is. Of windows over consecutive slots the room counts."""
         query, length = len(self.plan.query), self.reach
         alone = (
             -1 if self.hook is None else (self.row * 2 + self.lane) * self.branches + self.branch
         )
         if self.plan.kind in ("full", "refresh"):
             return "own", query, 0, alone
-        kind = "window" if self.branches == 1 else "branch"
-        return kind, query, length if self.branches == 1 else length - query, alone
+        if self.branches > 1:
+            return "branch", query, length - query, alone
+        if self.hook is not None or self.slot is None or self.slot.base is None:
+            return "window", query, length, alone
+        return "window", query, -self.slot.room, alone
+
+    @property
+    def keys(self) -> int:
+        """How many keys each query sees or could see."""
+        return len(self.plan.query) if self.plan.kind in ("full", "refresh") else self.reach
+
+    @property
+    def order(self) -> tuple[tuple[str, int, int, int], int]:
+        """Where the entry stands in a forward: by its shape, then by its place in the store."""
+        base = None if self.slot is None else self.slot.base
+        return self.shape, 0 if base is None or self.branches > 1 else base
 
     @property
     def reach(self) -> int:
@@ -130,7 +147,7 @@ def pack(
     """Pack the rows' plans; `scored` are the absolute positions of each row to read out."""
     hooks = [None] * len(rows) if hooks is None else hooks
     made = _entries(rows, plans, hooks, scope.counts, lanes, mask_id)
-    entries = sorted(made, key=lambda e: e.shape)
+    entries = sorted(made, key=lambda e: e.order)
     starts = np.cumsum([0, *(len(e.plan.query) for e in entries)])
     send = _sender(device)
     ids = np.concatenate([e.tokens[e.plan.query] for e in entries])
@@ -227,15 +244,14 @@ def _groups(
         run = list(members)
         start = int(starts[first])
         first += len(run)
-        mask = _mask(run, send)
         if run[0].hook is not None:
-            yield _hooked_group(run[0], start, mask, send)
+            yield _hooked_group(run[0], start, _mask(run, send), send)
         elif kind == "own":
-            yield Group(start, len(run), query, own=True, mask=mask)
+            yield Group(start, len(run), query, own=True, mask=_mask(run, send))
         elif kind == "branch":
             yield from _branch_groups(run, start, query, keys, send)
         else:
-            yield from _window_groups(run, start, query, keys, mask, send)
+            yield from _window_groups(run, start, query, send)
 
 
 def _hooked_group(
@@ -298,37 +314,53 @@ def _branch_mask(entry: Entry, keys: int) -> np.ndarray:
 
 def _mask(run: Sequence[Entry], send: Callable[[np.ndarray], Tensor]) -> Tensor | None:
     """The masks of a group `(rows, 1, query, keys)`; None where every query sees every key."""
-    masks = [e.mask() for e in run]
-    found = next((mask for mask in masks if mask is not None), None)
-    if found is None:
+    masks, counts = [e.mask() for e in run], [e.keys for e in run]
+    if all(mask is None for mask in masks) and len(set(counts)) == 1:
         return None
-    everything = np.ones_like(found)
-    return send(np.stack([everything if mask is None else mask for mask in masks])[:, None])
+    whole = np.zeros((len(run), 1, len(run[0].plan.query), max(counts)), dtype=bool)
+    for row, count, mask in zip(whole, counts, masks, strict=True):
+        row[..., :count] = True if mask is None else mask
+    return send(whole)
 
 
 def _window_groups(
-    run: Sequence[Entry],
-    start: int,
-    query: int,
-    keys: int,
-    mask: Tensor | None,
-    send: Callable[[np.ndarray], Tensor],
+    run: Sequence[Entry], start: int, query: int, send: Callable[[np.ndarray], Tensor]
 ) -> Iterator[Group]:
-    """One group if the slots lie at regular distances, single rows if each is consecutive."""
+    """Windows over stored K/V: views where the slots are consecutive, else gathered.
+
+    Slots at regular distances are one group. The keys of its shorter rows read on into the rest of
+    their own slots, which a mask hides.
+    """
     slots = [e.slot for e in run if e.slot is not None]
     bases = [s.base for s in slots if s.base is not None]
     if len(bases) < len(run):
+        keys = run[0].reach
         places = np.stack([s.places[:keys] for s in slots])
+        mask = _mask(run, send)
         yield Group(start, len(run), query, False, keys, context=send(places), mask=mask)
         return
-    distances = set(np.diff(bases).tolist())
-    if len(distances) <= 1 and min(distances, default=0) >= 0:
-        stride = distances.pop() if distances else 0
-        yield Group(start, len(run), query, False, keys, base=bases[0], stride=stride, mask=mask)
-        return
-    for i, base in enumerate(bases):
-        own = None if mask is None else mask[i : i + 1]
-        yield Group(start + i * query, 1, query, False, keys, base=base, mask=own)
+    for first, stop in regular_runs(bases, [e.reach for e in run]):
+        part, base = run[first:stop], bases[first]
+        stride = bases[first + 1] - base if len(part) > 1 else 0
+        keys, mask = max(e.reach for e in part), _mask(part, send)
+        at = start + first * query
+        yield Group(at, len(part), query, False, keys, base=base, stride=stride, mask=mask)
+
+
+def regular_runs(bases: Sequence[int], reaches: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """`[first, stop)` of slots of one size, by ascending `bases`, that one call attends.
+
+    Their distances are equal, and as many keys for each as the one with most `reaches` are not many
+    more than they have.
+    """
+    first = 0
+    for stop in range(1, len(bases) + 1):
+        longer = slice(first, stop + 1)
+        keys = reaches[longer]
+        regular = len(set(np.diff(bases[longer]).tolist())) == 1
+        if stop == len(bases) or not regular or max(keys) * len(keys) > NEAR * sum(keys):
+            yield first, stop
+            first = stop
 
 
 def _writes(entries: Sequence[Entry], starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

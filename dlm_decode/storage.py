@@ -14,6 +14,7 @@ from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import DiffusionLM
 from dlm_decode.options import Options, option
+from dlm_decode.packing import NEAR
 from dlm_decode.rows import Row
 from dlm_decode.sharing import PrefixIndex, check_sharing
 
@@ -70,9 +71,10 @@ class Storage(Options):
 class Residents:
     """The store of one run, and the rows that have a place in it."""
 
-    def __init__(self, store: KVStore, *, lanes: int, shares: bool) -> None:
+    def __init__(self, store: KVStore, *, lanes: int, shares: bool, room: int = 0) -> None:
+        """Each row gets room for `room` positions if it has fewer."""
         self.store = store
-        self._lanes = lanes
+        self._lanes, self._room = lanes, room
         self._index = PrefixIndex(store) if shares else None
 
     @classmethod
@@ -81,13 +83,17 @@ class Residents:
     ) -> Residents:
         """A store for `batch` rows of these, or for as many as `max_bytes` hold.
 
+        Rows of nearly one length get equal room, so that attention can take them together.
         Raises `CapacityError` with the numbers for a row that it could never hold, or for more
         bytes than there are.
         """
         info, dtype = model.info, storage.stored_dtype(model)
         needed = sorted((pages_of(r.length, PAGE_LENGTH) for r in rows), reverse=True)
         size = page_bytes(info, PAGE_LENGTH, dtype)
-        pages = lanes * sum(needed[:batch])
+        pages, room = lanes * sum(needed[:batch]), 0
+        even = lanes * needed[0] * min(batch, len(needed))
+        if storage.max_bytes is None and not storage.share_prompts and even <= NEAR * pages:
+            pages, room = even, needed[0] * PAGE_LENGTH
         if storage.max_bytes is not None:
             wanted = sum(needed) if storage.share_prompts else pages
             pages = min(wanted, storage.max_bytes // size)
@@ -97,7 +103,7 @@ class Residents:
         store = KVStore(
             info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=model.device
         )
-        return cls(store, lanes=lanes, shares=storage.share_prompts)
+        return cls(store, lanes=lanes, shares=storage.share_prompts, room=room)
 
     def admit(self, row: Row) -> bool:
         """Give the row its place; False, and nothing taken, while too few pages are free, or while
@@ -106,12 +112,15 @@ class Residents:
             return False
         shared = () if self._index is None else self._index.find(row)
         self.store.hold(shared)
-        needed = self._lanes * pages_of(row.length, PAGE_LENGTH) - len(shared)
+        length = max(row.length, self._room)
+        needed = self._lanes * pages_of(length, PAGE_LENGTH) - len(shared)
         if self._index is not None:
             self._index.make_room(needed)
         fits = needed <= self.store.free_pages
         if fits:
-            row.slots = tuple(self.store.allocate(row.length, shared) for _ in range(self._lanes))
+            row.slots = tuple(
+                self.store.allocate(row.length, shared, room=length) for _ in range(self._lanes)
+            )
             if self._index is not None:
                 self._index.adopt(row, row.slots[0], len(shared))
         self.store.drop(shared)

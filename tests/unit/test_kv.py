@@ -123,6 +123,22 @@ def test_writes_land_at_their_places_and_nowhere_else() -> None:
     assert not store.keys[0].data.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_room_behind_a_row_holds_nothing_of_those_before(dtype: torch.dtype) -> None:
+    """Longer rows' keys are read beside it, and zero times nan would be nan."""
+    store = KVStore(INFO, pages=3, page_length=4, dtype=dtype, device=torch.device("cpu"))
+    for pool in (*store.keys, *store.values):
+        for tensor in (pool.data, pool.scale):
+            if tensor is not None:
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 7)
+    slot = store.allocate(5, room=9)
+    assert slot.room == 12 and len(slot.pages) == 3 and len(slot.places) == 5
+    for pool in (*store.keys, *store.values):
+        assert (pool.data[5:] == 0).all()
+        assert pool.scale is None or (pool.scale[5:] == 0).all()
+        assert not (pool.data[:5] == 0).any()
+
+
 def test_a_slot_released_twice_is_noticed() -> None:
     store = store_of(2, 4)
     slot = store.allocate(3)

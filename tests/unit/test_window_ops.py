@@ -54,6 +54,42 @@ def test_a_window_turn_reads_the_row_in_attention_alone(rows: int) -> None:
     assert "attention" in next(iter(found))
 
 
+def attention_calls(lengths: list[int], **more: Any) -> int:
+    """Calls of attention in the second turn of rows of these prompts under `dual`, two layers."""
+    model = toy.random_llada(0, layers=2, hidden=16, heads=2, vocab=40, max_positions=128)
+    decoder = Decoder(
+        model,
+        "threshold",
+        "dual",
+        max_batch_size=len(lengths),
+        options={"threshold": 1.0},
+        **more,
+    )
+    frames = decoder.stream([Request([1] * n, 16, block_length=8) for n in lengths])
+    assert [next(frames).turn for _ in lengths] == [1] * len(lengths)
+    with Calls() as calls:
+        assert [next(frames).turn for _ in lengths] == [2] * len(lengths)
+    return calls.attention
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of attention."""
+
+    attention = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.attention += "attention" in func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def test_ragged_rows_are_attended_in_one_call() -> None:
+    """Rows of nearly one length get room of one size, so that one view holds all their keys."""
+    assert attention_calls([80, 71, 90, 84]) == 2
+    assert attention_calls([80, 71, 90, 84], cfg_scale=1.0) == 2
+    assert attention_calls([80, 9, 80, 9]) == 4, "nine tokens beside eighty would be padding"
+    assert attention_calls([80, 9, 70, 90]) == 6, "slots are as long as their rows"
+
+
 def test_a_full_forward_does_touch_it_elsewhere() -> None:
     """Negative control: without a cache, and in a refresh, the layers compute every position."""
     assert len(touching_in_second_turn("none", 1, {})) > 5
