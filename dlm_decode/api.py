@@ -17,7 +17,7 @@ from dlm_decode.errors import CapabilityError, OptionError, RequestError
 from dlm_decode.graphs import Graphed
 from dlm_decode.machine import automatic_dtype
 from dlm_decode.models import DiffusionLM, ModelInfo, forced
-from dlm_decode.models.backbone import compile_layers
+from dlm_decode.models.backbone import compile_layers, prepack_layers
 from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
 from dlm_decode.options import Options, unknown_option_message
 from dlm_decode.registry import Registry
@@ -40,6 +40,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     compile: bool = False,
+    prepack: bool = False,
     forcing: int | None = None,
     adapter: str | Path | None = None,
 ) -> LoadedModel:
@@ -47,7 +48,9 @@ def load(
 
     `dtype` None keeps the checkpoint's (on the CPU the bundled fp16 model runs in fp32); "auto" is
     that too, but on a CPU bfloat16 where it has it in hardware and else float32. `compile` fuses
-    what layers do between attentions, at the cost of a minute in the first forward. `adapter` is a
+    what layers do between attentions, at the cost of a minute in the first forward. `prepack` keeps
+    a copy of the weights in the order of the CPU's kernels (fp32), for faster products with few
+    tokens; they must not be replaced afterwards. `adapter` is a
     folder with a LoRA adapter in peft's form, merged into the weights (extra `lora`). `forcing` is
     the block length of a checkpoint that was trained on by diffusion forcing (D2F), which its files
     do not tell. Raises `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for
@@ -65,6 +68,8 @@ def load(
         loaded.model.info = forced(loaded.model.info, forcing)
     if compile:
         compile_layers(loaded.model)
+    if prepack:
+        prepack_layers(loaded.model)
     return loaded
 
 

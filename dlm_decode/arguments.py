@@ -115,8 +115,17 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compile", action="store_true", help="fuse parts of the layers, which takes a minute"
     )
+    add_prepack(group)
     group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cpu")
     group.add_argument("--threads", metavar="N", type=positive_int, help="CPU threads")
+
+
+def add_prepack(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--prepack",
+        action="store_true",
+        help="keep a copy of float32 weights in the order of the CPU's kernels, which are faster",
+    )
 
 
 def positive_int(text: str) -> int:
@@ -170,6 +179,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         dtype=args.dtype,
         device=args.device,
         compile=args.compile,
+        prepack=args.prepack,
         forcing=args.forcing,
         adapter=args.adapter,
     )

@@ -21,6 +21,8 @@ from dlm_decode.attention import Group, PackedAttention
 from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.models import DiffusionLM, ModelInfo
+from dlm_decode.models.backbone import prepackable
+from dlm_decode.models.prepacked import prepacked_bytes
 from dlm_decode.storage import PAGE_LENGTH
 from dlm_decode.types import Draw
 
@@ -79,10 +81,10 @@ class Footprint:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's parameters, and of the tables it keeps beside them."""
+    """Bytes of a model's parameters, and of the tables and copies it keeps beside them."""
     tensors: dict[int, Tensor] = {id(p): p for p in model.parameters()}
     tensors |= {id(v): v for v in vars(model).values() if isinstance(v, Tensor)}
-    return sum(t.nbytes for t in tensors.values())
+    return sum(t.nbytes for t in tensors.values()) + prepacked_bytes(model)
 
 
 def forecast(
@@ -93,10 +95,12 @@ def forecast(
     window: int,
     stores: bool = True,
     kv_dtype: torch.dtype | None = None,
+    prepack: bool = False,
 ) -> Footprint:
     """The footprint of `batch` rows of `length` positions, `window` of them scored in a turn.
 
     `build` makes the model; it is called where tensors have no storage, so its size is no matter.
+    `prepack` counts the copies of prepacked weights; raises `CapabilityError` where there are none.
     """
     with FakeTensorMode(), torch.inference_mode():
         model = build()
@@ -105,7 +109,8 @@ def forecast(
         store = _store(model, pages, kept) if stores else None
         activations, logits = _turn_bytes(model, store, batch, length, min(window, length))
         held = pages * page_bytes(model.info, PAGE_LENGTH, kept)
-        return Footprint(weight_bytes(model), held, logits, activations)
+        copies = sum(weight.nbytes for weight in prepackable(model)) if prepack else 0
+        return Footprint(weight_bytes(model) + copies, held, logits, activations)
 
 
 def _store(model: DiffusionLM, pages: int, dtype: torch.dtype) -> KVStore:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dlm_decode.kernels import Drawn, HeadPlan, Law, Scored, TileStats, kernel_for, reference
 from dlm_decode.kernels.reference import FLOOR, in_statistics_dtype
+from dlm_decode.models.prepacked import CHUNK
 from dlm_decode.types import Canvas, Draw, Output
 
 Tile = Callable[[int, int], Tensor]
@@ -51,10 +52,12 @@ def output_from_logits(
 
 
 def tile_width(count: int, plan: HeadPlan, device: torch.device, itemsize: int) -> int:
-    """Columns of a tile, a multiple of 256, so that `count` rows of it fit the tile budget."""
+    """Columns of a tile, so that `count` rows of it fit the tile budget: a multiple of 1024, or of
+    256 where that is too many."""
     budget = plan.tile_bytes or (_CPU_TILE_BYTES if device.type == "cpu" else _DEVICE_TILE_BYTES)
-    columns = budget // max(count * itemsize, 1)
-    return max(min(columns, plan.vocab_size) // 256 * 256, 256)
+    columns = min(budget // max(count * itemsize, 1), plan.vocab_size)
+    step = CHUNK if columns >= CHUNK else 256
+    return max(columns // step * step, 256)
 
 
 def _by_tiles(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:

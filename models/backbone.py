@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dlm_decode.errors import CapabilityError
 from dlm_decode.models import Attend, ModelInfo
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, SwiGLU, parameter
+from dlm_decode.models.prepacked import columns, forget, linear, prepack
 from dlm_decode.models.published import SpecialIds
 
 
@@ -128,7 +129,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """What attention adds to `x (T, D)`."""
         mixed = attend(*self.project(x, cos, sin))
-        return F.linear(mixed.flatten(1), self.out)
+        return linear(mixed.flatten(1), self.out)
 
     def feed(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
         """What the feed-forward network adds to `x (T, D)`; `blocks` as in `Experts`."""
@@ -149,7 +150,7 @@ class Block(nn.Module):
         """Queries `(T, H, K)`, keys and values `(T, G, K)` of `x (T, D)`, behind norm and RoPE."""
         h, g = self.config.heads, self.config.kv_heads
         normed = rms_norm(x, self.attn_norm, self.config.rms_eps)
-        heads = F.linear(normed, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
+        heads = linear(normed, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * g, -1))
         rotated = rotate(self._normed(heads[:, : h + g]), cos, sin)
         return rotated[:, :h], rotated[:, h:], heads[:, h + g :]
 
@@ -252,7 +253,7 @@ class Backbone(nn.Module):
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
         end = self.config.vocab_size if stop is None else min(stop, self.config.vocab_size)
-        return F.linear(hidden, self.head[start:end])
+        return columns(hidden, self.head, start, end)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines `(T, 1, K)` and signed sines `(T, 1, K)` for `rotate`, of `positions (T,)`."""
@@ -287,7 +288,9 @@ class Backbone(nn.Module):
         self._angles = _angles(self.config, self.dtype).to(self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Backbone:
-        """Behind `.to()` and its like: angles are computed anew, for a cast keeps their errors."""
+        """Behind `.to()` and its like: angles are computed anew, for a cast keeps their errors;
+        prepacked weights are dropped."""
+        forget(self)
         super()._apply(fn, recurse)
         self._place_angles()
         return self
@@ -324,6 +327,32 @@ def compile_layers(model: Any) -> None:
     for block in model.blocks:
         for name in ("project", "feed") if isinstance(block.feed_forward, SwiGLU) else ("project",):
             setattr(block, name, torch.compile(getattr(block, name), dynamic=True, fullgraph=True))
+
+
+def prepack_layers(model: Any) -> None:
+    """Prepack the weights of the layers and of the LM head; embeddings and experts stay as is.
+
+    Raises `CapabilityError` for a model that is no `Backbone`, or not in fp32 on a CPU.
+    """
+    for weight in prepackable(model):
+        prepack(weight, rows=model.config.vocab_size if weight is model.head else None)
+
+
+def prepackable(model: Any) -> list[Tensor]:
+    """The weights that `prepack_layers` copies; raises as it does for other models."""
+    if not isinstance(model, Backbone):
+        raise CapabilityError(
+            f"{model.info.family} has layers of its own, which can't be prepacked: leave prepack "
+            "out"
+        )
+    found: list[Tensor] = [model.head]
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        feed = block.feed_forward
+        inner = feed if isinstance(feed, SwiGLU) else feed.shared
+        found += [block.qkv, block.out]
+        found += [] if inner is None else [inner.gate_up, inner.down]
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_decode.errors import CheckpointError
+from dlm_decode.models.prepacked import linear
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x (T, D)` to `(T, D)`."""
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down)
+        gate, up = linear(x, self.gate_up).chunk(2, dim=-1)
+        return linear(F.silu(gate) * up, self.down)
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors that checkpoints store one by one, as views."""

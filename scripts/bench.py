@@ -54,6 +54,7 @@ from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
 from dlm_decode.head import statistics as statistics_pass
 from dlm_decode.kv import KVStore
 from dlm_decode.models import Attend, DiffusionLM
+from dlm_decode.models.backbone import prepack_layers
 from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada
 from dlm_decode.types import Draw, Generation, Request
@@ -510,7 +511,9 @@ def decode_row(setting: Setting, network: Network, cache: str, rule: str, runs: 
     )
 
 
-def settings(width: int, layers: int, vocab: int, quick: bool) -> Iterator[tuple[Setting, Path]]:
+def settings(
+    width: int, layers: int, vocab: int, quick: bool, prepack: bool
+) -> Iterator[tuple[Setting, Path]]:
     """The bundled model, and a random LLaDA saved to a temporary folder for the plain loop."""
     with tempfile.TemporaryDirectory() as folder:
         path = bundled_model_path()
@@ -518,6 +521,8 @@ def settings(width: int, layers: int, vocab: int, quick: bool) -> Iterator[tuple
             bundled = load().model
             kept = Path(folder) / "bundled"
             save_model(bundled, kept)
+            if prepack:
+                prepack_layers(bundled)
             yield Setting("bundled", bundled, 48, 64, 16, 2), kept
         heads = max(width // 64, 1)
         model = random_llada(
@@ -525,6 +530,8 @@ def settings(width: int, layers: int, vocab: int, quick: bool) -> Iterator[tuple
         )
         kept = Path(folder) / "random"
         save_model(model, kept)
+        if prepack:
+            prepack_layers(model)
         length = 64 if quick else 256
         name = f"random d={width} L={layers} V={vocab}"
         yield Setting(name, model, 256, length, 32, 4), kept
@@ -569,6 +576,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=8, help="items a task, of speculation")
     parser.add_argument("--runs", type=int, default=3, help="timed runs of each decoding")
     parser.add_argument("--quick", action="store_true", help="decode 64 tokens, not 256")
+    parser.add_argument("--prepack", action="store_true", help="of our model, not the plain loop's")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--json", metavar="FILE", help="write the rows here too")
     args = parser.parse_args()
@@ -580,7 +588,7 @@ def main() -> None:
     batches = tuple(args.batches or ((1, 4, 16) if args.what == "caches" else (1, 8)))
     lengths = tuple(args.lengths)
     found: list[dict[str, object]] = []
-    for setting, folder in settings(args.width, args.layers, args.vocab, args.quick):
+    for setting, folder in settings(args.width, args.layers, args.vocab, args.quick, args.prepack):
         for what, rows in (
             ("step", lambda s=setting: step_rows(s, batches)),
             ("head", lambda s=setting: head_rows(s, batches, 2 * args.runs + 1)),

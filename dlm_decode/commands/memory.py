@@ -10,7 +10,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from dlm_decode.arguments import DTYPES, KV_DTYPES, positive_int
+from dlm_decode.arguments import DTYPES, KV_DTYPES, add_prepack, positive_int
 
 if TYPE_CHECKING:
     from dlm_decode.footprint import Footprint
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", metavar="NAME", default="dual", help="whether it stores K/V; default: dual"
     )
+    add_prepack(parser)
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="of the K/V; default: the model's")
     parser.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         window=args.window,
         stores=CACHES.get(args.cache).stores,
         kv_dtype=getattr(torch, args.kv_dtype) if args.kv_dtype else None,
+        prepack=args.prepack,
     )
     print(json.dumps(found.as_dict()) if args.json else _text(found, args))
     return 0
