@@ -12,10 +12,12 @@ turn is overhead: the statistics pass over the logits, and everything else (plan
 apply). `bare` is one forward of the backbone alone on the same tokens, with plain attention and
 nothing stored, `bare_head` the LM head in one piece with nothing read off it; both together are the
 floor of a turn. `decode` runs the same decoding by the engine and by tests/reference (Fast-dLLM's
-published loop, batch 1) on the same weights and checks that the tokens agree. `caches` decodes with
-`threshold` under every policy: `floor_s` is the bare backbone on as many positions; `scaling` is
-the turns of rows per second over those of batch 1, `bare` the same for the backbone alone on a
-window, and `share` the one over the other; errors are those of `dlm-decode audit` over one request.
+published loop, batch 1) on the same weights and checks that the tokens agree (they need not where
+our refreshes compute less than the loop's). `caches` decodes with
+`threshold` under every policy, batches ragged: `floor_s` is the bare backbone on as many positions
+and the bare head on as many scored ones; `scaling` is the turns of rows per second over those of
+batch 1, `bare` the same for the floors, and `share` the one over the other; errors are those of
+`dlm-decode audit` over one request.
 `speculation` forwards K branches of a window over shared stored K/V: `ratio` is their time over
 that of one, `floor_ratio` the same for the bare backbone on as many tokens; K branches pay while
 the forwards they leave are fewer than `pays_below` of all. On the bundled model the table of
@@ -32,10 +34,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +66,11 @@ from tests.reference.llada import fast_dllm_generate
 from tests.reference.network import Network
 
 CACHES = ("none", "prefix", "dual")
+REGIONS: dict[str, dict[str, Any]] = {
+    "dual generation": {"refresh_region": "generation"},
+    "dual window+32": {"refresh_region": "window", "vicinity": 32},
+}
+"""Variants of `dual` whose refreshes compute less, by what they are called in the table."""
 
 
 def now_s() -> float:
@@ -94,19 +102,24 @@ class Setting:
     block: int
     tokens_per_step: int
 
-    def requests(self, batch: int, length: int | None = None) -> list[Request]:
+    def requests(
+        self, batch: int, length: int | None = None, *, ragged: bool = False
+    ) -> list[Request]:
+        """Random prompts, as long as the setting says; `ragged`: all but the first up to a quarter
+        shorter."""
         generator = torch.Generator().manual_seed(batch)
         high = min(self.model.info.mask_id, *self.model.info.end_ids, self.model.info.vocab_size)
         size = (batch, self.prompt)
         prompts = torch.randint(0, max(high, 4), size, generator=generator).tolist()
+        shorter = [7 * i % max(self.prompt // 4, 1) if ragged else 0 for i in range(batch)]
         return [
             Request(
-                p,
+                p[less:],
                 gen_length=length or self.length,
                 block_length=self.block,
                 stop_at_eos=False,
             )
-            for p in prompts
+            for p, less in zip(prompts, shorter, strict=True)
         ]
 
     def options(self, length: int | None = None) -> dict[str, int]:
@@ -254,21 +267,22 @@ def cache_rows(
     for length in (n for n in lengths if n <= setting.model.info.max_positions):
         shape = replace(setting, prompt=length - tokens, length=tokens)
         window = min(setting.block, tokens)
-        floors = {
-            (b, n): bare_forward(setting.model, n, b, runs).median_s / b
+        rates = {
+            (b, n): bare_forward(setting.model, n, b, runs).median_s / (b * n)
             for b in sizes
             for n in (length, window)
         }
         for cache in names:
-            alone = 0.0
             report = audit_cache(Decoder(setting.model, "threshold", cache), shape.requests(1))
+            alone: CacheRow | None = None
             for batch in sizes:
-                floor = floors[batch, length], floors[batch, window]
-                row = cache_row(shape, cache, batch, runs, floor, report)
-                rate = row.forwards / row.seconds
-                alone = alone or rate
-                scaling, ideal = rate / alone, floors[1, window] / floors[batch, window]
-                yield replace(row, scaling=scaling, bare=ideal, share=scaling / ideal)
+                row = cache_row(
+                    shape, cache, batch, runs, (rates[batch, length], rates[batch, window]), report
+                )
+                alone = alone or row
+                scaling = (row.forwards / row.seconds) / (alone.forwards / alone.seconds)
+                bare = (row.forwards / row.floor_s) / (alone.forwards / alone.floor_s)
+                yield replace(row, scaling=scaling, bare=bare, share=scaling / bare)
 
 
 def cache_row(
@@ -276,20 +290,25 @@ def cache_row(
     cache: str,
     batch: int,
     runs: int,
-    floor: tuple[float, float],
+    rates: tuple[float, float],
     report: CacheReport,
 ) -> CacheRow:
-    """Time, cost and memory of one decoding.
+    """Time, cost and memory of one decoding of ragged rows.
 
-    `floor` holds the bare backbone's seconds of a whole row and of a window, `report` the errors.
+    `rates` are the bare backbone's seconds a position, of whole rows and of windows; `report` holds
+    the errors.
     """
     decoder = Decoder(setting.model, "threshold", cache, max_batch_size=batch)
-    requests = setting.requests(batch)
+    requests = setting.requests(batch, ragged=True)
     peak = peak_bytes(decoder, requests)
     done: list[Generation] = []
-    times = timed(lambda: done.extend(decoder.generate(requests)), runs, warm=False)
+    with counted_scores() as scored:
+        times = timed(lambda: done.extend(decoder.generate(requests)), runs, warm=False)
     results = done[:batch]
-    floor_s = cache_floor_s(setting, floor, results)
+    turns = len(scored) // runs
+    mean = max(round(statistics.mean(scored)), 1)
+    floor_s = backbone_floor_s(rates, requests, results)
+    floor_s += turns * bare_head_times(setting.model, mean, runs).median_s
     return CacheRow(
         setting.name,
         cache,
@@ -311,15 +330,33 @@ def cache_row(
     )
 
 
-def cache_floor_s(
-    setting: Setting, floor: tuple[float, float], results: Sequence[Generation]
+def backbone_floor_s(
+    rates: tuple[float, float], requests: Sequence[Request], results: Sequence[Generation]
 ) -> float:
-    """Seconds of the bare backbone on the positions that a decoding computed, row for row."""
-    length, window = setting.prompt + setting.length, min(setting.block, setting.length)
-    kinds = [result.trace.forwards_by_kind for result in results]
-    whole = sum(found.get(kind, 0) for found in kinds for kind in ("full", "refresh"))
-    rest = sum(result.trace.computed_positions for result in results) - whole * length
-    return whole * floor[0] + max(rest, 0) / window * floor[1]
+    """Seconds of the bare backbone on the positions that a decoding computed."""
+    whole = 0
+    for request, result in zip(requests, results, strict=True):
+        kinds = result.trace.forwards_by_kind
+        forwards = sum(kinds.get(kind, 0) for kind in ("full", "refresh"))
+        whole += forwards * (len(request.prompt_ids) + request.gen_length)
+    rest = sum(result.trace.computed_positions for result in results) - whole
+    return whole * rates[0] + max(rest, 0) * rates[1]
+
+
+@contextmanager
+def counted_scores() -> Iterator[list[int]]:
+    """Gathers how many positions each turn of the engine scores."""
+    counts: list[int] = []
+
+    def counting(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
+        counts.append(len(scored.positions))
+        return statistics_pass(tile, scored, plan)
+
+    engine.statistics = counting
+    try:
+        yield counts
+    finally:
+        engine.statistics = statistics_pass
 
 
 def peak_bytes(decoder: Decoder, requests: list[Request], turns: int = 3) -> int:
@@ -469,15 +506,16 @@ def branch_times(model: DiffusionLM, context: int, window: int, k: int, runs: in
 
 def decode_rows(setting: Setting, folder: Path, runs: int) -> Iterator[DecodeRow]:
     network = Network(folder)
-    for cache in CACHES:
+    for cache in (*CACHES, *REGIONS):
         for rule in ("quota", "threshold"):
             yield decode_row(setting, network, cache, rule, runs)
 
 
-def decode_row(setting: Setting, network: Network, cache: str, rule: str, runs: int) -> DecodeRow:
-    request = setting.requests(1)[0]
+def decode_row(setting: Setting, network: Network, name: str, rule: str, runs: int) -> DecodeRow:
+    """`name` is a cache, or one of `REGIONS`: the published loop knows the plain cache alone."""
+    request, cache = setting.requests(1)[0], name.split()[0]
     quota = rule == "quota"
-    options = setting.options() if quota else {"threshold": 0.9}
+    options = REGIONS.get(name, {}) | (setting.options() if quota else {"threshold": 0.9})
     decoder = Decoder(setting.model, "llada" if quota else rule, cache, options=options)
     plain_options = {"steps": setting.options()["steps"] if quota else setting.length}
     prompt = torch.tensor([list(request.prompt_ids)])
@@ -498,7 +536,7 @@ def decode_row(setting: Setting, network: Network, cache: str, rule: str, runs: 
     ours, theirs = timed(lambda: decoder.generate(request), runs), timed(plain, runs)
     return DecodeRow(
         setting.name,
-        cache,
+        name,
         rule,
         setting.length,
         result.forwards,
