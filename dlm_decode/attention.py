@@ -239,7 +239,7 @@ class PackedAttention:
         kept = self._kept(group, layer)
         keys, values = self._context(group, layer, kept, q.dtype)
         if group.sources is not None:
-            keys, values = (rearrange(x[group.sources], "b n g k -> b g n k") for x in (k, v))
+            keys, values = (x[group.sources].transpose(1, 2) for x in (k, v))
         if group.own:
             own_k, own_v = (_rows_first(x[span], group.rows) for x in (k, v))
             keys = own_k if keys is None else torch.cat([keys, own_k], dim=2)
@@ -254,7 +254,7 @@ class PackedAttention:
         out = scaled_dot_product_attention(
             queries, keys, values, attn_mask=group.mask, enable_gqa=grouped
         )
-        return rearrange(out, "b h q k -> (b q) h k")
+        return out.transpose(1, 2).flatten(0, 1)
 
     def _kept(self, group: Group, layer: int) -> Tensor | None:
         """The positions `(k,)` that a hook lets the group see in this layer, None: all of them."""
@@ -320,7 +320,7 @@ class PackedAttention:
                 return pool.index_select(0, context.reshape(-1)).unflatten(0, context.shape)
 
         keys, values = (
-            rearrange(pool.read(view, dtype), "b n g k -> b g n k")
+            pool.read(view, dtype).transpose(1, 2)
             for pool in (self._store.keys[layer], self._store.values[layer])
         )
         return keys, values
@@ -333,4 +333,5 @@ def _watched_lines(mask: Tensor, places: Tensor) -> Tensor:
 
 
 def _rows_first(x: Tensor, rows: int) -> Tensor:
-    return rearrange(x, "(b q) h k -> b h q k", b=rows)
+    """`x (rows * query, H, K)` as `(rows, H, query, K)`: without einops, which costs microseconds."""
+    return x.unflatten(0, (rows, -1)).transpose(1, 2)

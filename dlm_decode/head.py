@@ -52,10 +52,12 @@ def output_from_logits(
 
 
 def tile_width(count: int, plan: HeadPlan, device: torch.device, itemsize: int) -> int:
-    """Columns of a tile, so that `count` rows of it fit the tile budget: a multiple of 1024, or of
-    256 where that is too many."""
+    """Columns of a tile, so that `count` rows of it fit the tile budget: all of them, a multiple of
+    1024, or of 256 where that is too many."""
     budget = plan.tile_bytes or (_CPU_TILE_BYTES if device.type == "cpu" else _DEVICE_TILE_BYTES)
-    columns = min(budget // max(count * itemsize, 1), plan.vocab_size)
+    columns = budget // max(count * itemsize, 1)
+    if columns >= plan.vocab_size:
+        return plan.vocab_size
     step = CHUNK if columns >= CHUNK else 256
     return max(columns // step * step, 256)
 

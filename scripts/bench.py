@@ -576,7 +576,7 @@ def settings(
 
 
 def table(
-    rows: Sequence[StepRow | DecodeRow | CacheRow | BranchRow | bench_speculation.Line],
+    rows: Sequence[StepRow | HeadRow | DecodeRow | CacheRow | BranchRow | bench_speculation.Line],
 ) -> str:
     """Markdown, a column for each field of the rows, which are of one dataclass."""
     names = list(asdict(rows[0]))
