@@ -333,5 +333,5 @@ def _watched_lines(mask: Tensor, places: Tensor) -> Tensor:
 
 
 def _rows_first(x: Tensor, rows: int) -> Tensor:
-    """`x (rows * query, H, K)` as `(rows, H, query, K)`: without einops, which costs microseconds."""
+    """`x (rows * query, H, K)` as `(rows, H, query, K)`; einops would take microseconds more."""
     return x.unflatten(0, (rows, -1)).transpose(1, 2)
