@@ -10,6 +10,7 @@ from dlm_decode.errors import OptionError
 if TYPE_CHECKING:
     from dlm_decode.api import Decoder, Parts
     from dlm_decode.models.loading import LoadedModel
+    from dlm_decode.storage import Storage
 
 EOS_POLICIES = ("none", "no_confidence", "banned", "ban_start")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -28,6 +29,18 @@ def add_method(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-dtype", choices=KV_DTYPES, help="what the cache stores; default: the model's"
+    )
+    group.add_argument(
+        "--kv-mib",
+        metavar="N",
+        type=positive_int,
+        help="most MiB for K/V: rows wait for room; default: what the batch needs",
+    )
+    group.add_argument(
+        "--share-prompts",
+        choices=("exact", "frozen"),
+        help="rows whose prompts begin alike share those K/V: exact for block-causal models alone; "
+        "frozen: an approximation that others allow too",
     )
     group.add_argument(
         "--set",
@@ -190,7 +203,6 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
     import torch
 
     from dlm_decode.api import Decoder
-    from dlm_decode.storage import Storage
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -203,5 +215,16 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
         cfg_scale=args.cfg_scale,
         seed=args.seed,
         max_batch_size=args.batch_size,
-        storage=Storage(dtype=args.kv_dtype or "model"),
+        storage=_storage(args),
+    )
+
+
+def _storage(args: argparse.Namespace) -> Storage:
+    from dlm_decode.storage import Storage
+
+    return Storage(
+        dtype=args.kv_dtype or "model",
+        max_bytes=None if args.kv_mib is None else args.kv_mib * 2**20,
+        share_prompts=args.share_prompts is not None,
+        frozen_prompt=args.share_prompts == "frozen",
     )

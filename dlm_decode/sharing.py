@@ -32,7 +32,7 @@ def check_sharing(cache: CachePolicy, info: ModelInfo, *, frozen_prompt: bool) -
         raise CapabilityError(
             f"{info.family} attends to the whole row, so that K/V of a prompt depend on what "
             "follows it and two requests can't share them exactly; ask for the approximation with "
-            "frozen_prompt=True, or take a block-causal model"
+            "frozen_prompt=True (--share-prompts frozen), or take a block-causal model"
         )
     if getattr(cache, "refresh_region", "whole") != "generation":
         raise CapabilityError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dlm_decode.cli import main
 from dlm_decode.errors import CapabilityError, CapacityError
 from dlm_decode.kv import page_bytes
 from dlm_decode.models.backbone import Backbone
-from dlm_decode.models.loading import bundled_model_path
+from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada, random_sdar
 from dlm_decode.rows import make_row
 from dlm_decode.storage import PAGE_LENGTH, Storage
@@ -132,6 +133,28 @@ def test_the_command_line_says_what_the_cache_stores(capsys: pytest.CaptureFixtu
         steps = json.loads(capsys.readouterr().out)["steps"]
         shown.append([sure for step in steps for sure in step["confidence"]])
     assert shown[0] != shown[1], "the K/V were rounded"
+
+
+def test_the_command_line_shares_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer positions for the same texts; refused where it would change them unasked."""
+    save_model(SDAR, tmp_path)
+    rows = [{"prompt_ids": r.prompt_ids, "gen_length": r.gen_length} for r in ALIKE[:3]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["generate", "--input", str(tmp_path / "rows.jsonl"), "--batch-size", "1"]
+    texts, positions = [], []
+    for more in ([], ["--share-prompts", "exact", "--kv-mib", "1"]):
+        out = tmp_path / f"out{len(more)}.jsonl"
+        model = ["--model", str(tmp_path), "--cache", "block_causal", "--output", str(out)]
+        assert main([*given, *model, *more]) == 0
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        texts.append([row["ids"] for row in found])
+        positions.append(sum(row["computed_positions"] for row in found))
+    assert texts[0] == texts[1] and positions[1] < positions[0]
+    capsys.readouterr()
+    assert main([*given, "--cache", "dual", "--share-prompts", "exact"]) == 2
+    assert "frozen" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not bundled_model_path().is_dir(), reason="the bundled model is not there")
