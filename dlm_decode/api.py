@@ -14,7 +14,7 @@ from dlm_decode.caches import CACHES, CachePolicy
 from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
-from dlm_decode.graphs import Graphed
+from dlm_decode.graphs import graphs_for
 from dlm_decode.machine import automatic_dtype
 from dlm_decode.models import DiffusionLM, ModelInfo, forced
 from dlm_decode.models.backbone import compile_layers, prepack_layers
@@ -131,7 +131,7 @@ class Decoder:
         debug: bool = False,
         graphs: bool = False,
     ) -> None:
-        """`graphs` replays window forwards as CUDA graphs, see `dlm_decode.graphs`. Raises
+        """`graphs` replays turns that come again as CUDA graphs, see `dlm_decode.graphs`. Raises
         `UnknownNameError`, `OptionError` or `CapabilityError` for what does not fit.
 
         `schedule` None takes the blocks that the model was trained with, see `default_schedule`.
@@ -152,7 +152,7 @@ class Decoder:
         bound = parts.schedule.bound(self.tokenizer, self.model.info.vocab_size)
         self.parts = replace(parts, schedule=bound)
         self.engine = Engine(
-            Graphed(self.model) if graphs else self.model,
+            self.model,
             self.parts.sampler,
             self.parts.cache,
             self.parts.schedule,
@@ -161,6 +161,7 @@ class Decoder:
             max_batch_size=_checked("max_batch_size", max_batch_size, int, low=1),
             debug=debug,
             storage=storage or Storage(),
+            graphs=graphs_for(self.model) if graphs else None,
         )
 
     def request(self, prompt: Prompt, *, chat: bool = True, **settings: Any) -> Request:

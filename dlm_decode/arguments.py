@@ -198,7 +198,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
     )
 
 
-def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
+def build_decoder(args: argparse.Namespace, parts: Parts, *, graphs: bool = False) -> Decoder:
     """The decoder that the arguments describe; loads the model."""
     import torch
 
@@ -216,6 +216,7 @@ def build_decoder(args: argparse.Namespace, parts: Parts) -> Decoder:
         seed=args.seed,
         max_batch_size=args.batch_size,
         storage=_storage(args),
+        graphs=graphs,
     )
 
 

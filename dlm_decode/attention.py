@@ -5,12 +5,13 @@ and key lengths, so that each is one call of scaled dot-product attention withou
 never see another row's keys, because no tensor holds both. Only block-causal rows whose queries
 lie in several blocks need a mask, and rows with branches, whose queries lie side by side so that
 the stored context is read once for all of them (1.3 to 5 times as fast as a copy for each branch on
-a CPU, 4 to 8 branches of 8 to 32 tokens).
+a CPU, 4 to 8 branches of 8 to 32 tokens). Groups of several shapes may be taken in one call of
+another kernel, see `dlm_decode.ragged`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from dlm_decode.caches import LayerHook, PartialHook
 from dlm_decode.kv import KVStore
 from dlm_decode.models import LayerParts
+from dlm_decode.ragged import Ragged, attend
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,12 @@ class Group:
 class Watched:
     """The watched tokens of one group.
 
-    `queries (rows, w)` are packed tokens, each row filled up with its first one. Of their flat
-    attention `(rows * w, N)`, the lines `source (m,)` belong at `target (m,)` of the record.
+    `queries (rows, w)` are packed tokens, each row filled up with its first one. The lines of
+    their flat attention `(rows * w, N)` belong at `target (rows * w,)` of the record, where the one
+    behind the last takes those that are nobody's.
     """
 
     queries: Tensor
-    source: Tensor
     target: Tensor
 
 
@@ -98,20 +100,27 @@ class PackedAttention:
         write_all: bool = False,
         watch: Watch | None = None,
         windows: Sequence[tuple[int, int]] | None = None,
+        ragged: tuple[Ragged, ...] = (),
     ) -> None:
         """Packed tokens `write_from (n,)` (or all) are stored at pool indices `write_to (n,)`.
 
-        `windows` are for models that ask for them, see `dlm_decode.models.row_windows`.
+        Groups within a part of `ragged` are attended together. `windows` are for models that ask
+        for them, see `dlm_decode.models.row_windows`.
         """
         self._groups = groups
         self._store = store
         self._write_from = None if write_all else write_from
         self._write_to = write_to
         self._watch = watch
+        self._ragged = ragged
         self.windows = windows
-        self.watched: Tensor | None = None
+        self._watched: Tensor | None = None
+
+    @property
+    def watched(self) -> Tensor | None:
         """Attention `(count, N)` of the watched tokens over absolute positions, averaged over heads
         and watched layers."""
+        return None if self._watched is None else self._watched[:-1]
 
     @property
     def runs(self) -> list[tuple[int, int]]:
@@ -123,31 +132,6 @@ class PackedAttention:
         """The runs if all rows are whole, else None."""
         whole = all(g.own and not g.length and g.sources is None for g in self._groups)
         return self.runs if whole else None
-
-    @property
-    def places(self) -> Tensor:
-        """Pool indices `(n,)` that the packed tokens' K/V are stored at."""
-        assert self._write_to is not None
-        return self._write_to
-
-    def structure(self) -> tuple[Hashable, ...] | None:
-        """What a forward depends on beside ids, positions and `places`: shapes and addresses.
-
-        None where it depends on more: masks, gathered pages, hooks, a watch, writes of a part.
-        """
-        watched = self._watch is not None or self._write_from is not None
-        if watched or self._store is None or self._write_to is None:
-            return None
-        if any(isinstance(value, Tensor) for g in self._groups for value in vars(g).values()):
-            return None
-        if any(group.hook is not None or group.base is None for group in self._groups):
-            return None
-        numbers = (tuple(vars(group).values()) for group in self._groups)
-        return (*numbers, *self._store.addresses)
-
-    def writing_to(self, places: Tensor) -> PackedAttention:
-        """The same attention, with K/V of all packed tokens stored at `places (T,)`."""
-        return PackedAttention(self._groups, self._store, None, places, write_all=True)
 
     @property
     def run_layer(self) -> Callable[[int, LayerParts, Tensor], Tensor] | None:
@@ -219,6 +203,8 @@ class PackedAttention:
             new_k, new_v = (k, v) if picked is None else (k[picked], v[picked])
             self._store.write(layer, self._write_to, new_k, new_v)
         watched = self._watched_parts(layer)
+        if self._ragged and not any(watched):
+            return self._attend_ragged(layer, q, k, v)
         parts = [
             self._attend(group, part, layer, q, k, v)
             for group, part in zip(self._groups, watched, strict=True)
@@ -230,6 +216,23 @@ class PackedAttention:
         if self._watch is None or layer not in self._watch.layers:
             return (None,) * len(self._groups)
         return self._watch.parts
+
+    def _attend_ragged(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All groups, those within a ragged part in one call."""
+        found = {part.start: self._attend_together(part, layer, q, k, v) for part in self._ragged}
+        for group in self._groups:
+            if not any(part.start <= group.start < part.stop for part in self._ragged):
+                found[group.start] = self._attend(group, None, layer, q, k, v)
+        return torch.cat([found[start] for start in sorted(found)])
+
+    def _attend_together(self, part: Ragged, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Groups of several shapes in one call, over the keys as they lie."""
+        span = slice(part.start, part.stop)
+        if not part.stored:
+            return attend(part, q[span], k[span], v[span])
+        assert self._store is not None
+        pools = self._store.keys[layer], self._store.values[layer]
+        return attend(part, q[span], *(pool.data for pool in pools))
 
     def _attend(
         self, group: Group, part: Watched | None, layer: int, q: Tensor, k: Tensor, v: Tensor
@@ -273,9 +276,9 @@ class PackedAttention:
         """
         assert self._watch is not None
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if self.watched is None:
-            shape = (self._watch.count, self._watch.width)
-            self.watched = q.new_zeros(shape, dtype=exact)
+        if self._watched is None:
+            shape = (self._watch.count + 1, self._watch.width)
+            self._watched = q.new_zeros(shape, dtype=exact)
         queries = rearrange(q[part.queries], "b w (g s) k -> b g (s w) k", g=keys.shape[1])
         scores = queries.to(exact) @ keys.to(exact).transpose(-1, -2) * q.shape[-1] ** -0.5
         width = part.queries.shape[1]
@@ -284,11 +287,11 @@ class PackedAttention:
             hidden = hidden.repeat(1, 1, scores.shape[2] // width, 1)
             scores = scores.masked_fill(hidden, -torch.inf)
         mean = reduce(scores.softmax(-1), "b g (s w) n -> (b w) n", "mean", w=width)
-        lines = mean[part.source] / len(self._watch.layers)
+        lines = mean / len(self._watch.layers)
         if kept is not None:
             whole = lines.new_zeros(len(lines), self._watch.width)
             lines = whole.index_copy_(1, kept, lines)
-        into = self.watched[:, : lines.shape[-1]]
+        into = self._watched[:, : lines.shape[-1]]
         into.index_add_(0, part.target, lines)
 
     def _context(

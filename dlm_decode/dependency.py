@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files as resource_files
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,8 @@ class PredictorSource(DependencySource):
         return frozenset({"hidden"})
 
     def init(self, canvas: Canvas) -> Any:
-        weights = read_predictor(self.path).weights
         rows, device = canvas.tokens.shape[0], canvas.tokens.device
-        leaves = {
-            name: torch.tensor(weights[name], device=device) for name in PREDICTOR_TENSORS[:3]
-        }
+        leaves = _predictor_on(device, self.path)
         return {name: leaf.expand(rows, *leaf.shape) for name, leaf in leaves.items()}
 
     def scores(self, canvas: Canvas, output: Output, state: Any) -> Tensor:
@@ -113,6 +110,13 @@ class PredictorSource(DependencySource):
             return 0.0
         weights = read_predictor(self.path).weights
         return float(np.interp(self.quantile, weights["levels"], weights["errors"]))
+
+
+@cache
+def _predictor_on(device: torch.device, path: str) -> dict[str, Tensor]:
+    """The predictor's tensors, sent to the device once: a turn sends no numbers of its own."""
+    weights = read_predictor(path).weights
+    return {name: torch.tensor(weights[name], device=device) for name in PREDICTOR_TENSORS[:3]}
 
 
 @dataclass(frozen=True)

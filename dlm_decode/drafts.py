@@ -106,7 +106,7 @@ def instantiate(graph: DraftGraph, canvas: Canvas, output: Output) -> tuple[Tens
     A node is none where it has more positions than are masked, or would leave nothing to decide.
     """
     device, reach = canvas.tokens.device, graph.reach
-    choice = torch.tensor(_choices(graph.nodes, reach), device=device)
+    choice = _choices_on(device, graph)
     rank = ranks(confidence(output), canvas.eligible)
     picked = choice[:, rank.clamp(max=reach)].transpose(0, 1)
     picked = torch.where(canvas.eligible[:, None], picked, 0)
@@ -116,6 +116,12 @@ def instantiate(graph: DraftGraph, canvas: Canvas, output: Output) -> tuple[Tens
     size = (choice > 0).sum(-1)
     drawn = (drafts != canvas.tokens[:, None]).sum(-1)
     return drafts, (drawn == size) & (size < canvas.eligible.sum(-1, keepdim=True))
+
+
+@cache
+def _choices_on(device: torch.device, graph: DraftGraph) -> Tensor:
+    """The graph's `_choices (D, I + 1)`, sent to the device once: a turn sends none of its own."""
+    return torch.tensor(_choices(graph.nodes, graph.reach), device=device)
 
 
 def _choices(nodes: Iterable[Node], reach: int) -> list[list[int]]:

@@ -11,28 +11,29 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.attention import PackedAttention, Watch
+from dlm_decode.attention import Watch
 from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, RowView, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
-from dlm_decode.head import HeadPlan, Scored, statistics
+from dlm_decode.graphs import MOST_TOKENS, Graphs, check_static
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM, ModelInfo, SelfConditioned
-from dlm_decode.outcome import Settled, permitted, settle
+from dlm_decode.models import DiffusionLM, ModelInfo
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
-from dlm_decode.rows import Row, TurnRecord
+from dlm_decode.ragged import takes_flex
+from dlm_decode.rows import Row
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
 from dlm_decode.shadows import with_shadows
 from dlm_decode.storage import Residents, Storage
 from dlm_decode.tree import select_rows, where_rows
-from dlm_decode.types import Canvas, Decision, Draw, Generation, Output, Query
+from dlm_decode.turn import DevicePart, Outcome, Turn
+from dlm_decode.types import Canvas, Draw, Generation, Query
 
 OFFERED = frozenset(
     {
@@ -57,8 +58,8 @@ class Engine:
     """A model with one sampler, cache policy and schedule; `run` decodes rows with them.
 
     `cfg_scale` > 0 adds an unconditional lane to every row (logits u + (1 + scale)(c - u)).
-    `storage` says how K/V are kept. `debug` checks each plan and decision against the invariants,
-    at the cost of syncs.
+    `storage` says how K/V are kept. With `graphs`, turns that come again are replayed. `debug`
+    checks each plan and decision against the invariants, at the cost of syncs.
     """
 
     model: DiffusionLM
@@ -70,9 +71,12 @@ class Engine:
     max_batch_size: int = 8
     debug: bool = False
     storage: Storage = field(default_factory=Storage)
+    graphs: Graphs | None = None
 
     def __post_init__(self) -> None:
         check_needs(self.sampler, self.model.info)
+        if self.graphs is not None:
+            check_static(self.model)
         if self.lanes > 1 and not self.model.info.has_mask:
             raise CapabilityError(
                 f"guidance (cfg_scale) masks the prompt, and {self.model.info.family} has no mask"
@@ -103,13 +107,24 @@ class Engine:
         finally:
             for row in state.rows:
                 state.release(row)
+            if self.graphs is not None:
+                self.graphs.store = state.store
+
+    @property
+    def _replays(self) -> bool:
+        """Whether turns are replayed, of which the number of scored positions is padded."""
+        fixed = "shadow" not in self.sampler.needs and "eager" not in self.sampler.traits
+        return self.graphs is not None and fixed
 
     def _residents(self, rows: Sequence[Row]) -> Residents | None:
         """A store for what can be in flight at once, or None."""
         if not self.cache.stores:
             return None
+        kept = None
+        if self.graphs is not None:
+            kept, self.graphs.store = self.graphs.store, None
         return Residents.open(
-            rows, self.model, self.storage, lanes=self.lanes, batch=self.max_batch_size
+            rows, self.model, self.storage, lanes=self.lanes, batch=self.max_batch_size, kept=kept
         )
 
     def _admit(self, state: _Flight, waiting: deque[Row]) -> None:
@@ -141,19 +156,72 @@ class Engine:
         if self.debug:
             _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
         hooks = self._hooks(views, plans)
-        output = self._forward(state, plans, hooks, readable, canvas, query, scope)
-        focus = self.schedule.focus(canvas, output)
-        if focus is not None:
-            canvas = _focused(canvas, focus)
-        decision, state.memory = self.sampler.decide(canvas, output, memory)
-        finishing = _sent([r.finishing for r in rows], canvas.tokens.device)
-        first = output if scope.branches == 1 else output.branch(0)
-        if "window" in self.sampler.needs and self.sampler.scope == "block":
-            first = permitted(canvas, first)
-        settled = settle(canvas, first, decision, finishing)
-        outcome = _outcome(canvas, settled, first, decision, focus).cpu()
-        received = _Outcome.received(outcome, len(rows), state.width)
+        turn = self._prepared(state, plans, hooks, readable, canvas, memory, query, scope)
+        outcome, state.memory = self._computed(turn, state.store, hooks)
+        record_writes(rows, plans)
+        if state.residents is not None:
+            state.residents.after_forward(rows)
+        for row, hook in zip(rows, hooks, strict=True):
+            row.memory = row.memory if hook is None else hook.memory()
+        received = Outcome.received(outcome.cpu(), len(rows), state.width)
         self._apply(state, plans, readable, scope, received)
+
+    def _prepared(
+        self,
+        state: _Flight,
+        plans: Sequence[RowPlan],
+        hooks: Sequence[LayerHook | None],
+        readable: Sequence[np.ndarray],
+        canvas: Canvas,
+        memory: Any,
+        query: Query | None,
+        scope: Scope,
+    ) -> Turn:
+        """What the device part of this turn is given; nothing is computed yet."""
+        rows, info, device = state.rows, self.model.info, self.model.device
+        packed, read = pack(
+            rows,
+            plans,
+            readable,
+            scope,
+            hooks=hooks,
+            lanes=self.lanes,
+            shift=info.shift,
+            mask_id=info.mask_id,
+            device=device,
+            padded=self._replays,
+            windows=bool(info.whole_rows),
+            together=takes_flex(self.model),
+            places=0 if state.store is None else state.store.places_of(self.model.dtype),
+        )
+        shadows = None
+        if "shadow" in self.sampler.needs:
+            packed, shadows = self._shadows(packed, read, rows, plans, readable, scope)
+        scored = len(packed.scatter)
+        return Turn(
+            canvas,
+            memory,
+            query,
+            packed,
+            finishing=_sent([r.finishing for r in rows], device),
+            ban_end=_end_mask(rows, readable, scope.counts, _bans_end, scored, device),
+            demote_end=_end_mask(rows, readable, scope.counts, _demotes_end, scored, device),
+            watch=self._watch(rows, packed, read, scope),
+            shadows=shadows,
+            branches=scope.branches,
+        )
+
+    def _computed(
+        self, turn: Turn, store: KVStore | None, hooks: Sequence[LayerHook | None]
+    ) -> tuple[Tensor, Any]:
+        """What the turn decided, still on the device, and the sampler's new memory."""
+        device_part = DevicePart(self.model, self.sampler, self.schedule, self.draw, self.cfg_scale)
+        eager = len(turn.packed.ids) > MOST_TOKENS or any(hook is not None for hook in hooks)
+        if self.graphs is None or not self._replays or eager:
+            return device_part(turn, store)
+        where = () if store is None else store.addresses
+        outcome, memory = self.graphs.run(lambda held: device_part(held, store), turn, where)
+        return outcome, memory
 
     def _horizon(self, row: Row, view: RowView) -> int:
         """Turns that can be foreseen: until the next refresh, or until the row must finish."""
@@ -182,98 +250,16 @@ class Engine:
             memory = where_rows(_sent(fresh, device), begun, memory)
         return memory
 
-    def _forward(
-        self,
-        state: _Flight,
-        plans: Sequence[RowPlan],
-        hooks: Sequence[LayerHook | None],
-        readable: Sequence[np.ndarray],
-        canvas: Canvas,
-        query: Query | None,
-        scope: Scope,
-    ) -> Output:
-        info = self.model.info
-        packed = pack(
-            state.rows,
-            plans,
-            readable,
-            scope,
-            hooks=hooks,
-            lanes=self.lanes,
-            shift=info.shift,
-            mask_id=info.mask_id,
-            device=self.model.device,
-        )
-        shadows = None
-        if "shadow" in self.sampler.needs:
-            packed, shadows = self._shadows(packed, state.rows, plans, readable, scope)
-        attend = PackedAttention(
-            packed.groups,
-            state.store,
-            packed.write_from,
-            packed.write_to,
-            write_all=packed.write_all,
-            watch=self._watch(state.rows, packed, scope),
-            windows=packed.windows,
-        )
-        ids, embeds = self._inputs(packed, query)
-        hidden = self._hidden(ids, embeds, packed, attend, query)
-        record_writes(state.rows, plans)
-        if state.residents is not None:
-            state.residents.after_forward(state.rows)
-        for row, hook in zip(state.rows, hooks, strict=True):
-            row.memory = row.memory if hook is None else hook.memory()
-        scored = _scored(state.rows, readable, packed, canvas, query, scope)
-        stats = self._statistics(hidden, packed, scored)
-        if shadows is not None:
-            stats |= self._shadow_statistics(hidden[shadows], scored)
-        if attend.watched is not None:
-            stats["attention"] = attend.watched
-        return _laid_out(stats, packed.scatter, canvas.tokens.shape[0], scope)
-
     def _hooks(self, views: Sequence[RowView], plans: Sequence[RowPlan]) -> list[LayerHook | None]:
         """What the policy does inside the layers, for each row; nothing with most policies."""
         if type(self.cache).hook is CachePolicy.hook:
             return [None] * len(views)
         return [self.cache.hook(view, plan) for view, plan in zip(views, plans, strict=True)]
 
-    def _hidden(
-        self,
-        ids: Tensor,
-        embeds: Tensor | None,
-        packed: Packed,
-        attend: PackedAttention,
-        query: Query | None,
-    ) -> Tensor:
-        """The forward itself, with what the model believed before where it wants to know."""
-        positions, model = packed.positions, self.model
-        beliefs = None if query is None else query.beliefs
-        places, target = packed.window_from, packed.window_to
-        if not model.info.self_conditioned or beliefs is None or places is None or target is None:
-            return model.forward(ids, positions, attend, embeds=embeds)
-        told = target, beliefs.flatten(0, -2)[places]
-        hosted = cast("SelfConditioned", model)
-        return hosted.forward(ids, positions, attend, embeds=embeds, beliefs=told)
-
-    def _inputs(self, packed: Packed, query: Query | None) -> tuple[Tensor, Tensor | None]:
-        """Packed ids, with the query's own window contents put in, and embeddings if it has any."""
-        ids, places, target = packed.ids, packed.window_from, packed.window_to
-        if query is None or places is None or target is None:
-            return ids, None
-        if query.tokens is not None:
-            ids = ids.index_copy(0, target, query.tokens.reshape(-1)[places])
-        if query.mix_ids is None or query.mix_weights is None:
-            return ids, None
-        hard = self.model.embedding(ids)
-        weights = query.mix_weights.flatten(0, -2)[places].to(hard.dtype)
-        parts = self.model.embedding(query.mix_ids.flatten(0, -2)[places])
-        mixed = torch.einsum("njd,nj->nd", parts, weights)
-        mixed = torch.where((weights > 0).any(-1, keepdim=True), mixed, hard[target])
-        return ids, hard.index_copy(0, target, mixed)
-
     def _shadows(
         self,
         packed: Packed,
+        read: np.ndarray,
         rows: Sequence[Row],
         plans: Sequence[RowPlan],
         readable: Sequence[np.ndarray],
@@ -285,16 +271,13 @@ class Engine:
         for row, places in zip(rows, readable, strict=True):
             row.computed += len(places)
         info = self.model.info
-        return with_shadows(packed, rows, plans, readable, shift=info.shift, mask_id=info.mask_id)
+        return with_shadows(
+            packed, read, rows, plans, readable, shift=info.shift, mask_id=info.mask_id
+        )
 
-    def _shadow_statistics(self, hidden: Tensor, scored: Scored) -> dict[str, Tensor]:
-        """What the shadows predict, under the names of `Output` behind "shadow_"."""
-        info = self.model.info
-        plan = HeadPlan(info.vocab_size, frozenset(), Draw(), info.mask_id, info.end_ids)
-        stats = statistics(self._tile([hidden]), replace(scored, demote_end=None), plan)
-        return {f"shadow_{name}": value for name, value in stats.items()}
-
-    def _watch(self, rows: Sequence[Row], packed: Packed, scope: Scope) -> Watch | None:
+    def _watch(
+        self, rows: Sequence[Row], packed: Packed, read: np.ndarray, scope: Scope
+    ) -> Watch | None:
         """What to record of the attention, for samplers that declare it."""
         if "attention" not in self.sampler.needs:
             return None
@@ -305,30 +288,9 @@ class Engine:
         first = min(int(low * depth), depth - 1)
         layers = range(first, max(first + 1, round(high * depth)))
         width = max(row.length for row in rows)
-        return Watch(frozenset(layers), watched_parts(packed), len(packed.read_host), width)
-
-    def _statistics(self, hidden: Tensor, packed: Packed, scored: Scored) -> dict[str, Tensor]:
-        """Statistics of the scored positions, each `(n, ...)`."""
-        info, needs = self.model.info, self.sampler.needs
-        lanes = [hidden.index_select(0, read) for read in packed.read]
-        plan = HeadPlan(info.vocab_size, needs, self.draw, info.mask_id, info.end_ids)
-        stats = statistics(self._tile(lanes), scored, plan)
-        if "hidden" in needs:
-            stats["hidden"] = lanes[0]
-        stats["valid"] = torch.ones_like(packed.scatter, dtype=torch.bool)
-        return stats
-
-    def _tile(self, lanes: Sequence[Tensor]) -> Callable[[int, int], Tensor]:
-        """The LM head on one vocabulary tile, guidance applied."""
-        model, scale = self.model, self.cfg_scale
-        if len(lanes) == 1:
-            return lambda start, stop: model.logits(lanes[0], start, stop)
-
-        def guided(start: int, stop: int) -> Tensor:
-            conditional, free = (model.logits(lane, start, stop) for lane in lanes)
-            return free + (scale + 1) * (conditional - free)
-
-        return guided
+        most = scope.width if self._replays else None
+        parts = watched_parts(packed, read, most)
+        return Watch(frozenset(layers), parts, len(packed.scatter), width)
 
     def _apply(
         self,
@@ -336,7 +298,7 @@ class Engine:
         plans: Sequence[RowPlan],
         readable: Sequence[np.ndarray],
         scope: Scope,
-        outcome: _Outcome,
+        outcome: Outcome,
     ) -> None:
         """Carry the outcome, now on the host, over to the rows."""
         state.done = [flag > 0 for flag in outcome.done.tolist()]
@@ -419,33 +381,6 @@ class _Flight:
             self.residents.release(row)
 
 
-def _scored(
-    rows: Sequence[Row],
-    readable: Sequence[np.ndarray],
-    packed: Packed,
-    canvas: Canvas,
-    query: Query | None,
-    scope: Scope,
-) -> Scored:
-    """Noise keys and end-of-text policies of the scored positions."""
-    flat, width, branches = packed.scatter, scope.width, scope.branches
-    row = flat // (width * branches)
-    commits = canvas.commits[row]
-    if query is not None and query.tokens is not None:
-        filled = (query.tokens != canvas.tokens[:, None]) & (query.tokens != canvas.mask_id)
-        filled = filled & canvas.editable[:, None]
-        commits = commits + filled.sum(-1).reshape(-1)[flat // width]
-    place = flat % width
-    return Scored(
-        canvas.keys[row],
-        canvas.positions[row, place],
-        commits,
-        _end_mask(rows, readable, scope.counts, _bans_end, flat.device),
-        _end_mask(rows, readable, scope.counts, _demotes_end, flat.device),
-        None if query is None or query.probe is None else query.probe[row, place],
-    )
-
-
 def _bans_end(row: Row, positions: np.ndarray) -> np.ndarray:
     start_only = row.request.eos == "ban_start"
     early = positions < row.span.start + row.request.eos_ban_length
@@ -461,16 +396,19 @@ def _end_mask(
     readable: Sequence[np.ndarray],
     counts: Sequence[int],
     rule: Callable[[Row, np.ndarray], np.ndarray],
+    scored: int,
     device: torch.device,
 ) -> Tensor | None:
-    """`rule` for every scored position, `(n,)`; None where it holds nowhere."""
+    """`rule` for every one of the `scored` positions, `(n,)`; None where it holds nowhere."""
     if all(row.request.eos == "none" for row in rows):
         return None
     parts = [
         np.tile(rule(row, positions), count)
         for row, positions, count in zip(rows, readable, counts, strict=True)
     ]
-    mask = np.concatenate(parts)
+    mask = np.zeros(scored, dtype=bool)
+    holds = np.concatenate(parts)
+    mask[: len(holds)] = holds
     return _sent(mask, device) if mask.any() else None
 
 
@@ -498,84 +436,6 @@ def _scope(
     )
     replaced = query.tokens is not None or query.mix_ids is not None
     return Scope(base, width, counts, most, replaced, query.adaptive)
-
-
-def _laid_out(stats: dict[str, Tensor], places: Tensor, rows: int, scope: Scope) -> Output:
-    """Statistics `(n, ...)` laid out as `(B, W, ...)`, or `(B, R, W, ...)` with branches."""
-    shape = (rows, scope.width) if scope.branches == 1 else (rows, scope.branches, scope.width)
-    total = rows * scope.branches * scope.width
-    return Output({name: _spread(value, places, total, shape) for name, value in stats.items()})
-
-
-def _spread(values: Tensor, places: Tensor, total: int, shape: tuple[int, ...]) -> Tensor:
-    """`values (n, ...)` put at `places (n,)` of a zero tensor of `total` rows, then shaped."""
-    spread = values.new_zeros((total, *values.shape[1:]))
-    return spread.index_copy_(0, places, values).reshape(*shape, *values.shape[1:])
-
-
-def _focused(canvas: Canvas, stop: Tensor) -> Canvas:
-    eligible = canvas.eligible & (canvas.positions < stop[:, None])
-    return replace(canvas, eligible=eligible, stop=stop)
-
-
-def _outcome(
-    canvas: Canvas, settled: Settled, output: Output, decision: Decision, focus: Tensor | None
-) -> Tensor:
-    """All that a turn decided, as one flat int64 tensor for a single transfer; see `_Outcome`."""
-    scores = output.p1 if decision.scores is None else decision.scores
-    sure = scores.float().view(torch.int32).to(torch.int64)
-    nothing = torch.zeros_like(settled.codes)
-    order = nothing if decision.order is None else decision.order
-    unset = torch.full_like(canvas.commits, -1)
-    per_row = [
-        unset if value is None else value.to(torch.int64)
-        for value in (
-            decision.done,
-            decision.stay,
-            focus,
-            decision.steps,
-            decision.commits,
-            decision.branches,
-        )
-    ]
-    planes = (settled.codes, settled.tokens, sure, order)
-    return torch.cat([*(plane.reshape(-1) for plane in planes), *per_row])
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """`_outcome` on the host: arrays `(B, W)`, and per row `(B,)`, where -1 means not given."""
-
-    codes: np.ndarray
-    tokens: np.ndarray
-    sure: np.ndarray
-    order: np.ndarray
-    done: np.ndarray
-    stay: np.ndarray
-    stop: np.ndarray
-    steps: np.ndarray
-    commits: np.ndarray
-    branches: np.ndarray
-
-    @classmethod
-    def received(cls, flat: Tensor, rows: int, width: int) -> _Outcome:
-        """The one host sync of a turn is the transfer that made `flat`."""
-        size = 4 * rows * width
-        planes = flat[:size].reshape(4, rows, width)
-        sure = planes[2].to(torch.int32).view(torch.float32).numpy()
-        codes, tokens, _, order = planes.numpy()
-        return cls(codes, tokens, sure, order, *flat[size:].reshape(6, rows).numpy())
-
-    def of_row(self, i: int) -> TurnRecord:
-        commits = int(self.commits[i])
-        return TurnRecord(
-            self.codes[i],
-            self.tokens[i],
-            self.sure[i],
-            self.order[i],
-            max(int(self.steps[i]), 1),
-            None if commits < 0 else commits,
-        )
 
 
 def _check_plans(

@@ -1,130 +1,140 @@
-"""Forwards as CUDA graphs: a turn's thousand kernels started at once, from fixed buffers.
+"""Turns as CUDA graphs: a turn's thousand kernels started at once, from fixed buffers.
 
-A window forward of a dense model takes the same kernels turn after turn while the same rows are in
-flight: what changes are the ids, their positions and the places that K/V are written to. Such a
-forward is captured when it comes the second time, and replayed with those three copied into its
-buffers. All else it depends on (shapes, groups of rows, addresses of the K/V pools) is its key, so
-a forward with another key is another graph, or runs eagerly: those with masks, gathered pages,
-hooks, branches, embeddings, watched attention or no stored K/V always do.
+The device part of a turn (`dlm_decode.turn`) is a function of a tree of tensors. What comes with a
+structure that came before is captured, with buffers in place of the tensors, and from then on
+replayed: the tensors are copied into the buffers, the graph is started, and copies of its results
+are handed back. A structure is all but the numbers in the tensors: shapes and dtypes, how rows are
+grouped, where their K/V lie, which statistics are asked for. So a graph lasts while rows of the
+same lengths sit at the same places, whatever their ids, masks, windows and memories are.
 
 Capturing is the one part that needs a GPU, and it has not been run on one: it is handed in, so that
-tests can put a replay on the CPU in its place.
+tests can put a replay of recorded operators on the CPU in its place.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dlm_decode.attention import PackedAttention
 from dlm_decode.errors import CapabilityError
-from dlm_decode.models import Attend, DiffusionLM
+from dlm_decode.kv import KVStore
+from dlm_decode.models import DiffusionLM
 from dlm_decode.models.backbone import Backbone
+from dlm_decode.tree import leaves, refilled, structure
 
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-"""From a forward to its replay and the buffer that a replay leaves its result in."""
+Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
+"""From a function of fixed buffers to its replay and the tree that this leaves its results in."""
 
 WARM_UPS = 3
+
+MOST_TOKENS = 1024
+"""Forwards of more packed tokens run eagerly: launching them takes less time than they do."""
+
+_SEEN_PER_GRAPH = 16
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured forward: its inputs' buffers, its replay and its result's buffer."""
+    """A captured function: the buffers of its arguments, its replay and its results' buffers."""
 
-    ids: Tensor
-    positions: Tensor
-    places: Tensor
+    buffers: list[Tensor]
     replay: Callable[[], object]
-    hidden: Tensor
+    results: Any
 
 
-class Graphed:
-    """A `DiffusionLM` that replays those forwards of `model` that it has seen before.
+class Graphs:
+    """Replays the functions of trees of tensors whose structure it has seen before.
 
-    At most `most` graphs are kept, those last used. A result is good until the next forward.
+    At most `most` graphs are kept, those last used; `captured` and `replayed` count. Their working
+    memory is one pool, which is why results are copied out of it at once.
     """
 
-    def __init__(
-        self, model: DiffusionLM, *, capture: Capture | None = None, most: int = 16
-    ) -> None:
-        """Raises `CapabilityError` for a model on no GPU, or whose layers depend on values."""
-        if capture is None and model.device.type != "cuda":
-            raise CapabilityError(
-                f"graphs need a GPU, and the model is on {model.device}: leave graphs out"
-            )
-        if not isinstance(model, Backbone) or model.config.experts is not None:
-            raise CapabilityError(
-                f"graphs need a dense model of one shape, which {model.info.family} is not: leave "
-                "graphs out"
-            )
-        self.model, self.info = model, model.info
+    store: KVStore | None = None
+    """The K/V store of the last run, for the next one: graphs hold where it lies."""
+
+    def __init__(self, capture: Capture, *, most: int = 16) -> None:
         self.captured = self.replayed = 0
-        self._capture, self._most = capture or capture_on_gpu, most
-        self._known: OrderedDict[Any, Graph | None] = OrderedDict()
+        self._capture, self._most = capture, most
+        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
+    def run(self, function: Callable[[Any], Any], tree: Any, *fixed: Hashable) -> Any:
+        """`function(tree)`, from a graph if the structure of `tree` came before.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    def embedding(self, ids: Tensor) -> Tensor:
-        return self.model.embedding(ids)
-
-    def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.model.logits(hidden, start, stop)
-
-    def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
-    ) -> Tensor:
-        structure = attend.structure() if isinstance(attend, PackedAttention) else None
-        if embeds is not None or structure is None:
-            return self.model.forward(ids, positions, attend, embeds=embeds)
-        assert isinstance(attend, PackedAttention)
-        key = (len(ids), structure)
-        if key not in self._known:
-            self._remember(key, None)
-            return self.model.forward(ids, positions, attend)
-        graph = self._known[key] or self._captured(ids, positions, attend)
-        self._remember(key, graph)
-        graph.ids.copy_(ids)
-        graph.positions.copy_(positions)
-        graph.places.copy_(attend.places)
+        `fixed` is what the function depends on beside its argument. It must be a function of these
+        alone, and do the same when it is called again: capturing does so several times.
+        """
+        key = structure(tree), fixed
+        if key not in self._graphs:
+            if not self._came_before(key):
+                return function(tree)
+            self._graphs[key] = self._captured(function, tree)
+        self._graphs.move_to_end(key)
+        while len(self._graphs) > self._most:
+            self._graphs.popitem(last=False)
+        graph = self._graphs[key]
+        torch._foreach_copy_(graph.buffers, list(leaves(tree)))
         graph.replay()
         self.replayed += 1
-        return graph.hidden
+        return refilled(graph.results, (leaf.clone() for leaf in leaves(graph.results)))
 
-    def _remember(self, key: Any, graph: Graph | None) -> None:
-        self._known[key] = graph
-        self._known.move_to_end(key)
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+    def _came_before(self, key: Hashable) -> bool:
+        if key in self._seen:
+            return True
+        self._seen[key] = None
+        while len(self._seen) > _SEEN_PER_GRAPH * self._most:
+            self._seen.popitem(last=False)
+        return False
 
-    def _captured(self, ids: Tensor, positions: Tensor, attend: PackedAttention) -> Graph:
-        """Capturing runs the forward several times: it stores the same K/V each time."""
-        ids, positions, places = ids.clone(), positions.clone(), attend.places.clone()
-        fixed = attend.writing_to(places)
-        replay, hidden = self._capture(lambda: self.model.forward(ids, positions, fixed))
+    def _captured(self, function: Callable[[Any], Any], tree: Any) -> Graph:
+        buffers = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(tree)]
+        held = refilled(tree, iter(buffers))
+        replay, results = self._capture(lambda: function(held))
         self.captured += 1
-        return Graph(ids, positions, places, replay, hidden)
+        return Graph(buffers, replay, results)
 
 
-def capture_on_gpu(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """A CUDA graph of `run`, after warm-ups on a side stream, as torch asks for."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        hidden = run()
-    return graph.replay, hidden
+def graphs_for(model: DiffusionLM) -> Graphs:
+    """Graphs for turns of `model`. Raises `CapabilityError` where they can't work."""
+    if model.device.type != "cuda":
+        raise CapabilityError(
+            f"graphs need a GPU, and the model is on {model.device}: leave graphs out"
+        )
+    return Graphs(OnGPU(model.device))
+
+
+def check_static(model: DiffusionLM) -> None:
+    """Raise `CapabilityError` for a model whose layers depend on values."""
+    if not isinstance(model, Backbone) or model.config.experts is not None:
+        raise CapabilityError(
+            f"graphs need a dense model of one shape, which {model.info.family} is not: leave "
+            "graphs out"
+        )
+
+
+class OnGPU:
+    """Captures CUDA graphs that share one pool, after warm-ups on a side stream as torch asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        with torch.cuda.device(self._device):
+            return self._captured(run)
+
+    def _captured(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            results = run()
+        return graph.replay, results

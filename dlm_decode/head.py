@@ -105,7 +105,7 @@ def filtered(logits: Tensor, draw: Draw) -> Tensor:
     if draw.top_p is not None and draw.top_p < 1:
         ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-        before[:, 0] = 0.0
+        before[:, 0].fill_(0.0)
         outside = torch.empty_like(before, dtype=torch.bool).scatter_(1, order, before > draw.top_p)
         logits = logits.masked_fill(outside, -torch.inf)
     if draw.top_k is not None and draw.top_k < logits.shape[-1]:
@@ -118,7 +118,7 @@ def _banned(logits: Tensor, start: int, scored: Scored, plan: HeadPlan) -> Tenso
     """The tile with the mask id, and end ids where they are forbidden, at -inf."""
     stop = start + logits.shape[1]
     if start <= plan.mask_id < stop:
-        logits[:, plan.mask_id - start] = -torch.inf
+        logits[:, plan.mask_id - start].fill_(-torch.inf)
     if scored.ban_end is not None:
         for end in plan.end_ids:
             if start <= end < stop:

@@ -111,6 +111,15 @@ class KVStore:
         return (*(t.data_ptr() for t in tensors), len(pools[0].data), pools[0].data.itemsize)
 
     @property
+    def pages(self) -> int:
+        return len(self._holders)
+
+    def places_of(self, dtype: torch.dtype) -> int:
+        """How many places the pools have, 0 if they hold other numbers than those of `dtype`."""
+        data = self.keys[0].data
+        return len(data) if data.dtype == dtype else 0
+
+    @property
     def free_pages(self) -> int:
         return int((self._holders == 0).sum())
 

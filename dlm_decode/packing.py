@@ -18,6 +18,7 @@ from torch import Tensor
 from dlm_decode.attention import Group, Watched
 from dlm_decode.caches import LayerHook, RowPlan
 from dlm_decode.kv import Slot
+from dlm_decode.ragged import Ragged, ragged
 from dlm_decode.rows import Row
 
 NEAR = 1.25
@@ -113,9 +114,9 @@ class Packed:
 
     `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
     the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
-    `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids.
-    `read_host` is the first of `read` as it was before it was sent; `windows` are where those
-    of the entries begin and end.
+    `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids. `windows`
+    are where those of the entries begin and end, for models that ask. Padded scored positions read
+    the first packed row and are scattered to the place behind the last.
     """
 
     ids: Tensor
@@ -128,8 +129,8 @@ class Packed:
     scatter: Tensor
     window_from: Tensor | None
     window_to: Tensor | None
-    read_host: np.ndarray
-    windows: tuple[tuple[int, int], ...]
+    windows: tuple[tuple[int, int], ...] | None
+    ragged: tuple[Ragged, ...] = ()
 
 
 def pack(
@@ -143,8 +144,17 @@ def pack(
     mask_id: int,
     device: torch.device,
     hooks: Sequence[LayerHook | None] | None = None,
-) -> Packed:
-    """Pack the rows' plans; `scored` are the absolute positions of each row to read out."""
+    padded: bool = False,
+    windows: bool = False,
+    together: bool = False,
+    places: int = 0,
+) -> tuple[Packed, np.ndarray]:
+    """Pack the rows' plans; `scored` are the absolute positions of each row to read out.
+
+    Also the first of `Packed.read` on the host, without padding. `padded` keeps the number of
+    scored positions to one of two for all turns of the same forward, see `_bucket`. `together`
+    takes groups of several shapes into one call, with stored keys if the pool's `places` are given.
+    """
     hooks = [None] * len(rows) if hooks is None else hooks
     made = _entries(rows, plans, hooks, scope.counts, lanes, mask_id)
     entries = sorted(made, key=lambda e: e.order)
@@ -155,30 +165,57 @@ def pack(
     write_from, write_to = _writes(entries, starts)
     read, scatter = _reads(entries, starts, scored, scope, lanes, shift)
     window_from, window_to = _branch_windows(entries, starts, scope)
-    return Packed(
+    size = _bucket(len(scatter), len(ids) // lanes, scope) if padded else len(scatter)
+    nowhere = len(rows) * scope.branches * scope.width
+    groups = tuple(_groups(entries, starts, send))
+    packed = Packed(
         send(ids),
         send(positions),
-        tuple(_groups(entries, starts, send)),
+        groups,
         send(write_from) if len(write_from) else None,
         send(write_to) if len(write_to) else None,
         len(write_from) == len(ids),
-        tuple(send(r) for r in read),
-        send(scatter),
+        tuple(send(_filled(r, size, 0)) for r in read),
+        send(_filled(scatter, size, nowhere)),
         send(window_from) if scope.replaced else None,
         send(window_to) if scope.replaced else None,
-        read[0],
-        tuple((scope.base[e.row], rows[e.row].window.stop) for e in entries),
+        tuple((scope.base[e.row], rows[e.row].window.stop) for e in entries) if windows else None,
+        tuple(_ragged(entries, starts, groups, places, send)) if together else (),
     )
+    return packed, read[0]
 
 
-def watched_parts(packed: Packed) -> tuple[Watched | None, ...]:
-    """For each group, where the packed rows that are read out lie in it (None: it has none)."""
-    send = _sender(packed.ids.device)
-    return tuple(_watched(group, packed.read_host, send) for group in packed.groups)
+def _bucket(count: int, tokens: int, scope: Scope) -> int:
+    """All positions that `tokens` tokens can predict, or half of them: at least `count`.
+
+    So a block's turns, which have ever fewer masks, have two numbers of scored positions.
+    """
+    most = min(sum(scope.counts) * scope.width, tokens)
+    return next((size for size in (most // 2, most) if size >= count), count)
+
+
+def _filled(values: np.ndarray, size: int, value: int) -> np.ndarray:
+    """`values` `(n,)` with `value` behind them, `size` in all."""
+    return np.concatenate([values, np.full(size - len(values), value, dtype=np.int64)])
+
+
+def watched_parts(
+    packed: Packed, read: np.ndarray, width: int | None
+) -> tuple[Watched | None, ...]:
+    """For each group, where the packed rows `read (n,)` on the host lie in it (None: it has none).
+
+    `width`, where given, is what each row's watched tokens are filled up to.
+    """
+    send, nobody = _sender(packed.ids.device), len(packed.scatter)
+    return tuple(_watched(group, read, width, nobody, send) for group in packed.groups)
 
 
 def _watched(
-    group: Group, read: np.ndarray, send: Callable[[np.ndarray], Tensor]
+    group: Group,
+    read: np.ndarray,
+    width: int | None,
+    nobody: int,
+    send: Callable[[np.ndarray], Tensor],
 ) -> Watched | None:
     target = np.flatnonzero((read >= group.start) & (read < group.stop))
     if not len(target):
@@ -188,10 +225,13 @@ def _watched(
     row, target = row[order], target[order]
     counts = np.bincount(row, minlength=group.rows)
     place = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    size = max(int(counts.max()), 0 if width is None else min(width, group.query))
     first = group.start + group.query * np.arange(group.rows)
-    queries = np.repeat(first[:, None], counts.max(), axis=1)
+    queries = np.repeat(first[:, None], size, axis=1)
     queries[row, place] = read[target]
-    return Watched(send(queries), send(row * counts.max() + place), send(target))
+    targets = np.full((group.rows, size), nobody, dtype=np.int64)
+    targets[row, place] = target
+    return Watched(send(queries), send(targets.reshape(-1)))
 
 
 def record_writes(rows: Sequence[Row], plans: Sequence[RowPlan]) -> None:
@@ -252,6 +292,47 @@ def _groups(
             yield from _branch_groups(run, start, query, keys, send)
         else:
             yield from _window_groups(run, start, query, send)
+
+
+def _ragged(
+    entries: Sequence[Entry],
+    starts: np.ndarray,
+    groups: Sequence[Group],
+    places: int,
+    send: Callable[[np.ndarray], Tensor],
+) -> Iterator[Ragged]:
+    """Groups side by side that see runs of packed, or of stored keys: several, or masked ones."""
+    for stored in (False, True):
+        found = [g for g in groups if _sees_runs(g, stored)]
+        even = len(found) < 2 and all(group.mask is None for group in found)
+        if even or (stored and not places):
+            continue
+        start, stop = found[0].start, found[-1].stop
+        inside = [g for g in groups if start <= g.start < stop]
+        if len(inside) != len(found):
+            continue
+        members = [(e, int(s)) for e, s in zip(entries, starts, strict=False) if start <= s < stop]
+        rows = [_run(entry, at - start, stored) for entry, at in members]
+        keys = places if stored else stop - start
+        yield ragged(rows, start=start, stored=stored, keys=keys, send=send)
+
+
+def _sees_runs(group: Group, stored: bool) -> bool:
+    if group.hook is not None or group.sources is not None or group.own is stored:
+        return False
+    return group.base is not None if stored else group.length == 0
+
+
+def _run(entry: Entry, at: int, stored: bool) -> tuple[int, np.ndarray]:
+    """Where an entry's keys begin, and end for each of its tokens, `at` being its first of these.
+
+    A mask hides what lies behind, for blocks ascend with positions.
+    """
+    base = at if entry.slot is None or not stored else entry.slot.base
+    assert base is not None
+    mask, query = entry.mask(), len(entry.plan.query)
+    count = entry.reach if stored else query
+    return base, base + (np.full(query, count) if mask is None else mask.sum(1))
 
 
 def _hooked_group(

@@ -22,6 +22,7 @@ from dlm_decode.rows import Row
 
 def with_shadows(
     packed: Packed,
+    read: np.ndarray,
     rows: Sequence[Row],
     plans: Sequence[RowPlan],
     scored: Sequence[np.ndarray],
@@ -31,6 +32,7 @@ def with_shadows(
 ) -> tuple[Packed, Tensor]:
     """`packed` with a shadow of every scored position behind it, and where those are, `(n,)`.
 
+    `read (n,)` are the packed rows that are read out, on the host.
     Of a model whose output at i predicts token i + 1 (`shift`), the shadow of j stands at j - 1.
     """
     device, total = packed.ids.device, len(packed.ids)
@@ -41,7 +43,7 @@ def with_shadows(
         if not len(wanted):
             continue
         at = np.maximum(wanted - shift, 0)
-        first = int(packed.read_host[count] - np.searchsorted(plan.query, at[0]))
+        first = int(read[count] - np.searchsorted(plan.query, at[0]))
         groups.append(_group(row, plan, wanted, at, first, total + count, device))
         places.append(at)
         count += len(wanted)

@@ -79,11 +79,20 @@ class Residents:
 
     @classmethod
     def open(
-        cls, rows: Sequence[Row], model: DiffusionLM, storage: Storage, *, lanes: int, batch: int
+        cls,
+        rows: Sequence[Row],
+        model: DiffusionLM,
+        storage: Storage,
+        *,
+        lanes: int,
+        batch: int,
+        kept: KVStore | None = None,
     ) -> Residents:
         """A store for `batch` rows of these, or for as many as `max_bytes` hold.
 
-        Rows of nearly one length get equal room, so that attention can take them together.
+        Rows of nearly one length get equal room, so that attention can take them together. It is
+        `kept`, the store of an earlier run of the same model and storage, if that has enough pages,
+        all of them free.
         Raises `CapacityError` with the numbers for a row that it could never hold, or for more
         bytes than there are.
         """
@@ -98,6 +107,8 @@ class Residents:
             wanted = sum(needed) if storage.share_prompts else pages
             pages = min(wanted, storage.max_bytes // size)
             _require_pages(lanes * needed[0], pages, size)
+        if kept is not None and kept.free_pages == kept.pages >= pages:
+            return cls(kept, lanes=lanes, shares=storage.share_prompts, room=room)
         what = f"K/V of {min(len(rows), batch)} rows"
         require_bytes(pages * size, model.device, what, REMEDY)
         store = KVStore(

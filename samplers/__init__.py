@@ -33,7 +33,8 @@ class Sampler(Options):
     "revokes" (decided positions can be masked or changed again), "random" (the order is drawn even
     at temperature 0, with default options) and "branches" (decisions depend on branches that the
     query asks for, and differ where a turn has none), "renoises" (it keeps a canvas of random
-    tokens of its own, as models without a mask need).
+    tokens of its own, as models without a mask need), "eager" (its functions do what can't be
+    captured as a graph, such as reading a value on the host).
     """
 
     paper: ClassVar[str] = ""

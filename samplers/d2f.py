@@ -53,7 +53,7 @@ class D2f(Sampler):
         size = _count(inside, block).clamp(min=1)
         decided = _count(inside & ~canvas.masked, block)
         enough = (decided / size).roll(1, dims=-1) >= self.activation
-        enough[:, 0] = True
+        enough[:, 0].fill_(True)
         return enough
 
 

@@ -40,7 +40,7 @@ class Dus(Sampler):
 
     def init(self, canvas: Canvas) -> Any:
         masks = canvas.eligible.sum(-1)
-        powers = torch.tensor(self._powers(canvas.tokens.shape[1]), device=masks.device)
+        powers = self.base ** torch.arange(self._rounds(canvas), device=masks.device)
         return {
             "masks": masks,
             "place": canvas.eligible.cumsum(-1) - 1,
@@ -62,9 +62,9 @@ class Dus(Sampler):
         distance = (state["masks"] // self.base**t).clamp(min=1)
         return canvas.eligible & (state["place"] % distance[:, None] == 0)
 
-    def _powers(self, width: int) -> list[int]:
-        """1, a, a^2, ... below `width`."""
-        powers = [1]
-        while powers[-1] * self.base < width:
-            powers.append(powers[-1] * self.base)
-        return powers
+    def _rounds(self, canvas: Canvas) -> int:
+        """How many of 1, a, a^2, ... are below the width W, at least one."""
+        rounds, reach = 1, self.base
+        while reach < canvas.tokens.shape[1]:
+            rounds, reach = rounds + 1, reach * self.base
+        return rounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,8 +53,7 @@ class Pc(QuotaSampler):
         state = super().init(canvas)
         if self.frequencies is None:
             return state
-        table = surprisals(self.frequencies, canvas.vocab_size)
-        row = torch.tensor(table, dtype=torch.float32, device=canvas.tokens.device)
+        row = _surprisals_on(canvas.tokens.device, self.frequencies, canvas.vocab_size)
         return state | {"surprisal": row.expand(canvas.tokens.shape[0], -1)}
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
@@ -86,6 +85,12 @@ def surprisals(path: str, vocab_size: int) -> tuple[float, ...]:
     total, rarest = sum(counts.values()), min(counts.values())
     ids = range(vocab_size)
     return tuple(-math.log(counts.get(v, rarest) / total + 1e-9) for v in ids)
+
+
+@cache
+def _surprisals_on(device: torch.device, path: str, vocab_size: int) -> Tensor:
+    """The surprisals `(V,)`, sent to the device once: a turn sends no numbers of its own."""
+    return torch.tensor(surprisals(path, vocab_size), dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=8)

@@ -46,7 +46,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dlm_decode import engine
+from dlm_decode import turn as device_part
 from dlm_decode.api import Decoder, load
 from dlm_decode.attention import Group, PackedAttention
 from dlm_decode.audit import CacheReport, audit_cache
@@ -352,11 +352,11 @@ def counted_scores() -> Iterator[list[int]]:
         counts.append(len(scored.positions))
         return statistics_pass(tile, scored, plan)
 
-    engine.statistics = counting
+    device_part.statistics = counting
     try:
         yield counts
     finally:
-        engine.statistics = statistics_pass
+        device_part.statistics = statistics_pass
 
 
 def peak_bytes(decoder: Decoder, requests: list[Request], turns: int = 3) -> int:
@@ -381,7 +381,7 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
     options = setting.options(length)
     decoder = Decoder(model, "llada", cache, max_batch_size=batch, options=options)
     requests = setting.requests(batch, length)
-    engine.statistics = model.statistics  # the one place that is timed from outside
+    device_part.statistics = model.statistics  # timed from outside
     decoder.generate(requests)
     for times in (model.backbone_s, model.head_s, model.statistics_s, model.scored):
         times.clear()
@@ -393,7 +393,7 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
             turns.append(now_s() - began)
             began = now_s()
     kept = range(1, len(turns)) if cache != "none" else range(len(turns))
-    engine.statistics = statistics_pass
+    device_part.statistics = statistics_pass
     columns = [[times[i] * 1e3 for i in kept] for times in model.times(turns)]
     turn, backbone, head, passes = (statistics.median(column) for column in columns)
     rest = statistics.median(t - b - h - s for t, b, h, s in zip(*columns, strict=True))

@@ -6,10 +6,12 @@
 First the ceilings (copying, matrix products) are measured; every floor is computed from them: the
 larger of bytes / copy rate and operations / product rate, layer stack, stored K/V and head one
 after another. Then: the statistics kernels; a window forward with its statistics, eagerly and as a
-CUDA graph, whose tokens have to be equal; turns of the engine by batch, during which reading a
-value on the host is an error; whole decodings. The weights are random, so that confidences are
-flat and a fixed number of tokens is committed a turn: tokens per forward say nothing here. Exit
-status 1: a part failed, or something differed that must not.
+CUDA graph, whose tokens have to be equal; turns of the engine by batch, eagerly and as graphs of
+the whole turn; turns in which reading a value on the host is an error; whole decodings, whose
+tokens have to be the same with graphs; attention of ragged rows by SDPA and by FlexAttention. The
+weights are random, so that confidences are flat and a fixed number of tokens is committed a turn:
+tokens per forward say nothing here. Exit status 1: a part failed, or something differed that must
+not.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dlm_decode import engine
 from dlm_decode.api import Decoder
 from dlm_decode.attention import Group, PackedAttention
+from dlm_decode.graphs import OnGPU
 from dlm_decode.head import HeadPlan, Scored
 from dlm_decode.head import statistics as statistics_pass
 from dlm_decode.kernels import VARIABLE
@@ -43,6 +45,8 @@ from dlm_decode.models import Attend
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.llada import LLaDA
 from dlm_decode.models.published import Published
+from dlm_decode.ragged import trial
+from dlm_decode.turn import DevicePart
 from dlm_decode.types import Draw, Request
 
 STEPS_COMPARED = 50
@@ -276,16 +280,7 @@ def captured(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
                 kept.copy_(made)
 
         return again, found
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    return graph.replay, found
+    return OnGPU(device)(run)
 
 
 def window_rows(bench: Bench) -> Iterator[Row]:
@@ -307,28 +302,41 @@ def window_rows(bench: Bench) -> Iterator[Row]:
 
 
 @contextmanager
-def no_syncs(device: torch.device, model: Backbone) -> Iterator[None]:
-    """Reading a value on the host is an error from a turn's forward until all is decided."""
-    if device.type != "cuda":
-        yield
-        return
-    forward, settle = type(model).forward, engine.settle
+def no_syncs(device: torch.device) -> Iterator[None]:
+    """Reading a value on the host is an error in the device part of a turn."""
+    computed = DevicePart.__call__
 
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        torch.cuda.set_sync_debug_mode("error")
-        return forward(*args, **kwargs)
+    def watched(*args: Any) -> tuple[Tensor, Any]:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            return computed(*args)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
 
-    def settled(*args: Any, **kwargs: Any) -> Any:
-        found = settle(*args, **kwargs)
-        torch.cuda.set_sync_debug_mode("default")
-        return found
-
-    type(model).forward, engine.settle = watched, settled  # type: ignore[method-assign, assignment]
+    DevicePart.__call__ = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-        type(model).forward, engine.settle = forward, settle  # type: ignore[method-assign]
+        DevicePart.__call__ = computed  # type: ignore[method-assign]
+
+
+def attention_rows(bench: Bench) -> Iterator[Row]:
+    """One layer's attention of windows over rows of several lengths: a call a row, one for all."""
+    info, shape = bench.model.info, bench.shape
+    for batch in shape.batches:
+        lengths = [shape.row - i * shape.row // (2 * batch) for i in range(batch)]
+        given = trial(lengths, shape.block, info, device=bench.device, dtype=bench.model.dtype)
+        ways = {"sdpa": given.apart, "flex": given.together}
+        if bench.device.type != "cuda":
+            ways.pop("flex")
+        elif not torch.allclose(given.together(), given.apart(), rtol=0.02, atol=0.02):
+            raise RuntimeError(f"batch {batch}: FlexAttention differs")
+        for name, run in ways.items():
+            seconds = median_s(run, bench.runs, bench.device)
+            floor = bench.ceilings.seconds(given.k.nbytes + given.v.nbytes)
+            yield bench.row("attention", f"{name}, {batch} ragged rows", seconds, floor)
 
 
 def requests(shape: Shape, batch: int) -> list[Request]:
@@ -351,28 +359,33 @@ def decoder_of(bench: Bench, batch: int, region: str, *, graphs: bool = False) -
 
 
 def turn_rows(bench: Bench) -> Iterator[Row]:
-    """Turns of the engine in the first block: the refresh, and the median window turn."""
+    """Turns of the engine in the second block: the refresh, and the median window turn.
+
+    With graphs all turns of that block are replayed, for the first has the same structures.
+    """
     shape = bench.shape
-    for batch in shape.batches:
-        frames = decoder_of(bench, batch, "whole").stream(requests(shape, batch))
+    per_block = shape.block // shape.tokens_per_turn
+    for batch, graphs in product(shape.batches, (False, True)):
+        frames = decoder_of(bench, batch, "whole", graphs=graphs).stream(requests(shape, batch))
         times = []
-        for _ in range(shape.block // shape.tokens_per_turn):
+        for _ in range(2 * per_block):
             began = time.perf_counter()
             for _ in range(batch):  # a turn ends with a transfer to the host
                 next(frames)
             times.append(time.perf_counter() - began)
         most = batch * shape.block
+        how = f"batch {batch}, {'graphs' if graphs else 'eager'}"
         refresh = bench.forward_floor_s(batch, shape.row, most, own=True)
-        yield bench.row("turn", f"refresh, batch {batch}", times[0], refresh)
+        yield bench.row("turn", f"refresh, {how}", times[per_block], refresh)
         window = bench.forward_floor_s(batch, shape.block, most, own=False)
-        seconds = statistics.median(times[1:])
-        yield bench.row("turn", f"window, batch {batch}", seconds, window)
+        seconds = statistics.median(times[per_block + 1 :])
+        yield bench.row("turn", f"window, {how}", seconds, window)
 
 
 def sync_rows(bench: Bench) -> Iterator[Row]:
     """Turns that may not read a value on the host before all is decided; fails where one does."""
     frames = decoder_of(bench, 1, "whole").stream(requests(bench.shape, 1))
-    with no_syncs(bench.device, bench.model):
+    with no_syncs(bench.device):
         turns = [next(frames).turn for _ in range(3)]
     yield Row("turn", "turns without a host sync before their end", float(len(turns)), "turns")
 
@@ -408,7 +421,10 @@ def decode_rows(bench: Bench) -> Iterator[Row]:
         yield Row("decode", what, rate, "tokens/s", bound, rate / bound)
 
 
-PARTS = (ceiling_rows, kernel_rows, window_rows, turn_rows, sync_rows, decode_rows)
+PARTS = (
+    *(ceiling_rows, kernel_rows, window_rows, turn_rows, sync_rows, decode_rows),
+    attention_rows,  # the last: it compiles
+)
 
 
 def cells(row: Row) -> str:

@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_method(parser)
     add_request(parser)
     add_machine(parser)
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay turns as CUDA graphs (GPUs, dense models)"
+    )
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +138,7 @@ def _read(args: argparse.Namespace) -> tuple[list[Row], list[Problem]]:
 
 def _decode(args: argparse.Namespace, parts: Parts, job: Job) -> int:
     """Decode what is not finished and write it; returns how many rows could not be."""
-    decoder = build_decoder(args, parts)
+    decoder = build_decoder(args, parts, graphs=args.graphs)
     requests, problems = _requests(decoder, args, job.rows)
     if args.prompt is not None and problems:
         raise RequestError(problems[0].message)

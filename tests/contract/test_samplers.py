@@ -23,6 +23,7 @@ from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.schedules import SCHEDULES, Schedule
 from dlm_decode.types import Canvas, Decision, Draw, Output, Query
 from tests.contract.cases import EVERY_SAMPLER, model_of, requests_of
+from tests.tape import Refusing
 
 PACKAGE = Path(dlm_decode.__file__).parent
 PURE = ["scores.py", "noise.py", "quotas.py"]
@@ -71,12 +72,12 @@ class Tapped(Sampler):
 
 
 @cache
-def inputs_of(sampler: str, temperature: float) -> list[Inputs]:
+def inputs_of(sampler: str, temperature: float, made: Sampler | None = None) -> list[Inputs]:
     """The first few turns of a ragged batch, rows leaving and entering."""
     model = model_of("dream")
     notes: list[Inputs] = []
     parts: tuple[CachePolicy, Schedule] = CACHES.create("none"), SCHEDULES.create("fixed")
-    tapped = Tapped(inner=SAMPLERS.create(sampler), notes=notes)
+    tapped = Tapped(inner=made or SAMPLERS.create(sampler), notes=notes)
     engine = Engine(model, tapped, *parts, Draw(temperature), max_batch_size=3)
     rows = [make_row(r, model.info, parts[1], seed=0) for r in requests_of("dream")]
     for _ in engine.run(rows):
@@ -138,18 +139,24 @@ def test_fresh_state_is_a_tree_of_tensors_with_one_entry_a_row(sampler: str) -> 
 def test_a_turn_needs_no_host_sync(sampler: str, temperature: float) -> None:
     """Tensors without values: reading one, as `.item()` or `bool()` do, raises.
 
-    So do `nonzero` and reads by a boolean mask, whose sizes depend on values.
+    So do `nonzero` and reads by a boolean mask, whose sizes depend on values, and tensors made of
+    numbers of the host, which would have to be sent: a turn captured as a graph may do neither.
     """
     for given in inputs_of(sampler, temperature)[:2]:
         assert_no_sync(SAMPLERS.create(sampler), given)
 
 
 def assert_no_sync(sampler: Sampler, given: Inputs) -> None:
-    with FakeTensorMode() as mode:
-        fake = faked(given, mode)
-        sampler.init(fake.canvas)
-        sampler.query(fake.canvas, fake.state)
-        decision, _ = sampler.decide(fake.canvas, fake.output, fake.state)
+    def turn(inputs: Inputs) -> Decision:
+        sampler.init(inputs.canvas)
+        sampler.query(inputs.canvas, inputs.state)
+        return sampler.decide(inputs.canvas, inputs.output, inputs.state)[0]
+
+    turn(given)  # what is sent to a device once has been sent
+    with Refusing():
+        turn(given)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        decision = turn(faked(given, mode))
     assert decision.commit.shape == decision.tokens.shape == given.canvas.tokens.shape
 
 
@@ -179,13 +186,37 @@ def test_impure_and_syncing_samplers_are_caught() -> None:
         def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
             return Decision(output.top1, canvas.eligible & output.p1[canvas.eligible].any()), state
 
+    class Sending(Base):
+        def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
+            least = torch.tensor([0.5], device=output.p1.device)
+            return Decision(output.top1, canvas.eligible & (output.p1 > least)), state
+
     copied = replace(given, canvas=replace(given.canvas, tokens=given.canvas.tokens.clone()))
     for impure in (Mutating(), Drawing()):
         with pytest.raises(AssertionError):
             assert_pure(impure, copied)
-    for syncing in (Reading(), Gathering()):
-        with pytest.raises(Exception, match=r"data-dependent|dynamic|nonzero|_local_scalar"):
+    for syncing in (Reading(), Gathering(), Sending()):
+        with pytest.raises(RuntimeError, match=r"on the host|follows from values|are sent"):
             assert_no_sync(syncing, given)
+
+
+OPTIONS = {
+    "dus": {"base": 3},
+    "self_speculative": {"drafter": "graph"},
+    "pc": {"frequencies": "frequencies.json"},
+}
+"""Options with which a sampler has tables of its own."""
+
+
+@pytest.mark.parametrize("sampler", OPTIONS)
+def test_tables_are_not_sent_every_turn(
+    sampler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "frequencies.json").write_text('{"3": 5, "4": 1}', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    made = SAMPLERS.create(sampler, OPTIONS[sampler])
+    for given in inputs_of(sampler, 0.0, made)[:2]:
+        assert_no_sync(made, given)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -33,7 +33,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_part_is_measured_and_has_its_floor(rows: list[dict[str, Any]]) -> None:
-    assert {row["part"] for row in rows} == {"ceiling", "statistics", "window", "turn", "decode"}
+    parts = {"ceiling", "statistics", "window", "turn", "decode", "attention"}
+    assert {row["part"] for row in rows} == parts
     assert all(row["measured"] > 0 for row in rows)
     for row in rows:
         if row["floor"] is not None:

@@ -1,101 +1,247 @@
-"""Replayed forwards give the tokens of eager ones, with a replay on the CPU in a graph's place."""
+"""Replayed turns give the tokens of eager ones, with tapes on the CPU in the place of graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
-from torch import Tensor
+import torch
 
+from dlm_decode import engine
+from dlm_decode import graphs as graphs_module
 from dlm_decode.api import Decoder
-from dlm_decode.attention import PackedAttention
+from dlm_decode.attention import Group
 from dlm_decode.errors import CapabilityError
-from dlm_decode.graphs import Graphed
-from dlm_decode.models import DiffusionLM, toy
+from dlm_decode.graphs import WARM_UPS, Graphs, OnGPU
+from dlm_decode.models import toy
+from dlm_decode.samplers import SAMPLERS
+from dlm_decode.samplers.threshold import Threshold
 from dlm_decode.storage import Storage
-from dlm_decode.types import Generation, Request
+from dlm_decode.tree import leaves, refilled, structure
+from dlm_decode.types import Canvas, Decision, Generation, Output, Request
 from tests.contract.cases import model_of, tabular
+from tests.tape import graphed, tape
 
 REQUESTS = [
-    Request([3, 5, 7, 2], 16, block_length=4, stop_at_eos=False),
-    Request([4, 5, 7, 2], 16, block_length=4, stop_at_eos=False),
-    Request([9, 1], 9, block_length=4, stop_at_eos=False),
-    Request([3, 5, 7, 2, 8, 8], 8, block_length=8, suffix_ids=[6, 11]),
+    Request([3, 5, 7, 2], 8, block_length=4, stop_at_eos=False),
+    Request([4, 5, 7, 2], 8, block_length=4, stop_at_eos=False),
+    Request([9, 1], 5, block_length=4, stop_at_eos=False, eos="ban_start"),
+    Request([3, 5, 7, 2, 8, 8], 8, block_length=8, suffix_ids=[6, 11], eos="no_confidence"),
 ]
 
 
-def on_cpu(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """Like a graph: the forward as it was built, over its buffers, into one result."""
-    hidden = run().clone()
-    return lambda: hidden.copy_(run()), hidden
-
-
-def graphed(model: DiffusionLM, most: int = 16) -> Graphed:
-    return Graphed(model, capture=on_cpu, most=most)
-
-
-def decoded(model: DiffusionLM, sampler: str, cache: str, batch: int) -> list[Generation]:
-    return Decoder(model, sampler, cache, max_batch_size=batch, options={}).generate(REQUESTS)
-
-
 def assert_same(found: list[Generation], expected: list[Generation]) -> None:
-    assert [r.ids for r in found] == [r.ids for r in expected]
-    assert [r.trace.steps for r in found] == [r.trace.steps for r in expected]
+    """Tokens, and in what order they came; confidence as far as padding lets it round alike."""
+    for a, b in zip(found, expected, strict=True):
+        assert (a.ids, a.finish_reason) == (b.ids, b.finish_reason)
+        assert a.trace.forwards_by_kind == b.trace.forwards_by_kind
+        assert a.trace.computed_positions == b.trace.computed_positions
+        assert len(a.trace.steps) == len(b.trace.steps)
+        for x, y in zip(a.trace.steps, b.trace.steps, strict=True):
+            assert (x.positions, x.tokens, x.remasked) == (y.positions, y.tokens, y.remasked)
+            assert x.confidence == pytest.approx(y.confidence, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(
-    ("family", "cache"),
-    [("llada", name) for name in ("none", "prefix", "dual", "delayed", "interval", "d2")]
-    + [("dream", "dual")],
-)
-def test_graphs_change_no_token(family: str, cache: str, batch: int) -> None:
-    """Whatever is replayed and whatever cannot be, rows entering and leaving."""
-    model = graphed(model_of(family))
+def check(
+    sampler: str,
+    cache: str,
+    model: str = "llada",
+    *,
+    batch: int = 2,
+    few: bool = False,
+    **more: Any,
+) -> Graphs:
+    """Rows of several lengths, entering as others leave, decoded twice over with graphs."""
+    settings = {"max_batch_size": batch, **more}
+    requests = REQUESTS[1 : 3 if few else 4]
+    expected = Decoder(model_of(model), sampler, cache, **settings).generate(requests)
+    decoder, graphs = graphed(model_of(model), sampler, cache, **settings)
     for _ in range(2):
-        found = decoded(model, "llada", cache, batch)
-        assert_same(found, decoded(model_of(family), "llada", cache, batch))
-    assert model.replayed > 0 or cache not in ("prefix", "dual")
+        assert_same(decoder.generate(requests), expected)
+    return graphs
 
 
-@pytest.mark.parametrize("sampler", ["self_speculative+llada", "lopa", "wino", "dos"])
-def test_forwards_of_another_kind_run_eagerly(sampler: str) -> None:
-    model = graphed(model_of("llada"))
-    found = decoded(model, sampler, "dual", 2)
-    assert_same(found, decoded(model_of("llada"), sampler, "dual", 2))
+CACHES = ("none", "prefix", "dual", "delayed", "interval", "d2")
 
 
-def test_a_window_forward_is_captured_once_for_a_row() -> None:
-    """One key for all blocks of a row: 12 window turns are one eager, one captured, 11 replayed."""
-    model = graphed(model_of("llada"))
-    result = Decoder(model, "llada", "dual").generate(REQUESTS[:1])[0]
-    windows = result.trace.forwards_by_kind["window"]
-    assert (model.captured, model.replayed) == (1, windows - 1)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("cache", CACHES)
+def test_graphs_change_no_token_with_any_cache(cache: str, batch: int) -> None:
+    graphs = check("threshold", cache, batch=batch)
+    assert graphs.replayed > 0 or cache in ("interval", "d2")
 
 
-def test_int8_pools_are_told_from_others() -> None:
-    model, storage = graphed(model_of("llada")), Storage(dtype="int8")
-    decoders = [Decoder(m, "llada", "dual", storage=storage) for m in (model, model_of("llada"))]
-    found, expected = (decoder.generate(REQUESTS) for decoder in decoders)
-    assert_same(found, expected)
-    assert model.replayed > 0
+@pytest.mark.parametrize("sampler", SAMPLERS.names())
+def test_graphs_change_no_token_with_any_sampler(sampler: str) -> None:
+    graphs = check(sampler, "dual", few=True)
+    assert graphs.replayed > 0 or "shadow" in SAMPLERS.create(sampler).needs
+
+
+@pytest.mark.parametrize(
+    ("sampler", "cache", "model", "more"),
+    [
+        ("threshold", "block_causal", "sdar", {}),
+        ("self_speculative+llada", "block_causal", "sdar", {"temperature": 1.0}),
+        ("dream", "dual", "dream", {"temperature": 1.0, "options": {"top_p": 0.8}}),
+        ("llada", "delayed", "llada", {"temperature": 0.7, "batch": 1}),
+        ("credit+threshold", "prefix", "dream", {}),
+        ("klass", "none", "llada", {"schedule": "sliding"}),
+        ("threshold", "dual", "llada", {"schedule": "adablock"}),
+        ("llada", "dual", "llada", {"cfg_scale": 1.0}),
+        ("threshold", "dual", "llada", {"storage": Storage(dtype="int8")}),
+        ("self_speculative+threshold", "dual", "llada", {"options": {"drafter": "graph"}}),
+    ],
+)
+def test_graphs_change_no_token_of(
+    sampler: str, cache: str, model: str, more: dict[str, Any]
+) -> None:
+    """Shifted and block-causal models, drawing, guidance, schedules, integers in the store."""
+    assert check(sampler, cache, model, **more).replayed > 0
+
+
+def turns(results: list[Generation]) -> int:
+    """Of rows that were decoded one after another."""
+    return sum(result.forwards for result in results)
+
+
+def test_blocks_of_a_row_take_the_same_graphs() -> None:
+    """A refresh and windows with many or few masks: three structures, each seen once eagerly."""
+    decoder, graphs = graphed(model_of("llada"), "llada", "dual")
+    results = decoder.generate(REQUESTS[:1])
+    assert (graphs.captured, graphs.replayed) == (3, turns(results) - 3)
+
+
+def test_rows_of_the_same_lengths_take_the_same_graphs() -> None:
+    """Whatever their ids are, and in a later run too: the store stays where it is."""
+    decoder, graphs = graphed(model_of("llada"), "llada", "dual", max_batch_size=1)
+    first = decoder.generate(REQUESTS[:1])
+    before = graphs.replayed
+    again = decoder.generate([REQUESTS[1], replace(REQUESTS[0], prompt_ids=[8, 8, 8, 1])])
+    assert graphs.captured == 3
+    assert graphs.replayed - before == turns(again) == 2 * turns(first)
+
+
+def served(count: int) -> Graphs:
+    """A long row beside short ones that come and go at the same place, and at last alone."""
+    long = Request([3, 5, 7, 2], 48, block_length=4, stop_at_eos=False)
+    short = [Request([i, i + 1], 8, block_length=4, stop_at_eos=False) for i in range(count)]
+    decoder, graphs = graphed(model_of("llada"), "llada", "dual", max_batch_size=2, most=99)
+    decoder.generate([short[0], long, *short[1:]])
+    return graphs
+
+
+def test_a_row_that_takes_anothers_place_takes_its_graphs() -> None:
+    """However many come and go while the long row takes its 48 turns, graphs are the same six:
+    of two rows and of one, a refresh, a window with many masks, one with few."""
+    few, many = served(3), served(5)
+    for graphs in (few, many):
+        assert (graphs.captured, graphs.replayed) == (6, 48 - 6)
 
 
 def test_only_the_latest_graphs_are_kept() -> None:
-    model = graphed(model_of("llada"), most=1)
-    found = decoded(model, "llada", "dual", 1)
-    assert_same(found, decoded(model_of("llada"), "llada", "dual", 1))
-    assert len(model._known) == 1
-    assert model.captured > 1
+    decoder, graphs = graphed(model_of("llada"), "llada", "dual", max_batch_size=1, most=1)
+    expected = Decoder(model_of("llada"), "llada", "dual", max_batch_size=1).generate(REQUESTS)
+    assert_same(decoder.generate(REQUESTS), expected)
+    assert len(graphs._graphs) == 1 < graphs.captured
 
 
-def test_a_key_that_forgets_the_rows_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: forwards of as many tokens in another store take each other's graph."""
-    structure = PackedAttention.structure
-    monkeypatch.setattr(PackedAttention, "structure", lambda a: structure(a) and ())
-    found = decoded(graphed(model_of("llada")), "llada", "dual", 1)
-    expected = decoded(model_of("llada"), "llada", "dual", 1)
-    assert [r.ids for r in found] != [r.ids for r in expected]
+def test_runs_side_by_side_do_not_share_results() -> None:
+    """What one run remembers is not what a graph's buffers hold after the other's turn."""
+    expected = Decoder(model_of("llada"), "klass", "none").generate(REQUESTS[:2])
+    decoder, graphs = graphed(model_of("llada"), "klass", "none")
+    streams: list[Iterator[Any]] = [decoder.stream(request) for request in REQUESTS[:2]]
+    frames = list(zip(*streams, strict=False))
+    found = [[f for f in stream if f.result] for stream in zip(*frames, strict=True)]
+    rest = [[f for f in stream if f.result] for stream in streams]
+    results = [(a + b)[0].result for a, b in zip(found, rest, strict=True)]
+    assert [r.ids for r in results] == [r.ids for r in expected]
+    assert graphs.replayed > 0
+
+
+def test_a_key_that_forgets_the_groups_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: rows of other lengths take each other's graphs, which tapes show."""
+    monkeypatch.setattr(
+        graphs_module, "structure", lambda tree: tuple((t.shape, t.dtype) for t in leaves(tree))
+    )
+    decoder, _ = graphed(model_of("llada"), "llada", "dual", max_batch_size=1)
+    expected = Decoder(model_of("llada"), "llada", "dual", max_batch_size=1).generate(REQUESTS)
+    assert [r.ids for r in decoder.generate(REQUESTS)] != [r.ids for r in expected]
+
+
+class Reading(Threshold):
+    """Does on the host what it could do on the device, and says so (tests only)."""
+
+    traits: ClassVar[frozenset[str]] = frozenset({"eager"})
+
+    def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
+        assert canvas.eligible.any().item()
+        return super().decide(canvas, output, state)
+
+
+def test_samplers_that_say_so_run_eagerly() -> None:
+    decoder, graphs = graphed(model_of("llada"), Reading(), "dual")
+    expected = Decoder(model_of("llada"), "threshold", "dual").generate(REQUESTS)
+    for _ in range(2):
+        assert_same(decoder.generate(REQUESTS), expected)
+    assert graphs.captured == 0
+
+
+def test_hooks_and_large_forwards_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check("threshold", "d2").captured == 0
+    monkeypatch.setattr(engine, "MOST_TOKENS", 3)
+    assert check("threshold", "dual").captured == 0
+
+
+def test_tapes_refuse_what_a_capture_would() -> None:
+    x = torch.ones(3)
+    for wrong in (lambda: torch.tensor([1.0]), lambda: x.sum().item(), lambda: x[x > 0]):
+        with pytest.raises(RuntimeError, match=r"host|mask"):
+            tape(wrong)
+
+
+def test_a_tree_is_its_structure_and_its_tensors() -> None:
+    """Numbers in tensors are no part of the structure; everything else is."""
+    group = Group(0, 2, 3, own=True, mask=torch.ones(2))
+    tree = {"a": (torch.arange(3), group), "b": None}
+    filled = refilled(tree, iter([torch.zeros(3).long(), torch.zeros(2)]))
+    assert structure(filled) == structure(tree)
+    assert [t.sum().item() for t in leaves(filled)] == [0, 0]
+    assert filled["a"][1] == replace(group, mask=filled["a"][1].mask)
+    for other in (replace(group, start=1), replace(group, mask=None)):
+        assert structure({"a": (torch.arange(3), other), "b": None}) != structure(tree)
+
+
+def test_captures_share_one_pool_and_follow_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would be asked for, in its absence: streams and graphs that only take notes."""
+    notes: list[Any] = []
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            notes.append("wait")
+
+    class Noted:
+        def replay(self) -> None:
+            notes.append("replay")
+
+    @contextmanager
+    def noting(what: Any, pool: Any = None) -> Iterator[None]:
+        notes.append(pool or "enter")
+        yield
+
+    fakes = {"Stream": Stream, "current_stream": Stream, "CUDAGraph": Noted, "stream": noting}
+    fakes |= {"device": noting, "graph": noting, "graph_pool_handle": lambda: "pool"}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    capture = OnGPU(torch.device("cuda"))
+    for _ in range(2):
+        replay, results = capture(lambda: notes.append("run") or "results")
+        assert results == "results"
+        replay()
+    run = ["enter", "wait", "enter", *["run"] * WARM_UPS, "wait", "pool", "run", "replay"]
+    assert notes == run * 2
 
 
 def test_where_graphs_cannot_work_they_are_refused() -> None:
