@@ -285,7 +285,8 @@ class Backbone(nn.Module):
         return {self.names["head"]: self.names["embed"]} if self.config.tied else {}
 
     def _place_angles(self) -> None:
-        self._angles = _angles(self.config, self.dtype).to(self.device)
+        on = self.device if self.device.type == "meta" else torch.device("cpu")
+        self._angles = _angles(self.config, self.dtype, on).to(self.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Backbone:
         """Behind `.to()` and its like: angles are computed anew, for a cast keeps their errors;
@@ -372,14 +373,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
-def _angles(config: BackboneConfig, dtype: torch.dtype) -> Tensor:
+def _angles(config: BackboneConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cosine and sine of every position and frequency, `(positions, 2, R / 2)`, fp32 or fp64.
 
-    R is the part of a head that RoPE turns.
+    R is the part of a head that RoPE turns. Computed on the CPU, for all devices alike.
     """
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     size = config.rope_size or config.head_size
-    exponents = torch.arange(0, size, 2, dtype=exact) / size
+    exponents = torch.arange(0, size, 2, dtype=exact, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
-    angles = torch.outer(torch.arange(config.max_positions, dtype=exact), frequencies)
+    positions = torch.arange(config.max_positions, dtype=exact, device=device)
+    angles = torch.outer(positions, frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1)

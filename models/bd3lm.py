@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dlm_decode.models import FAMILIES, Attend, ModelInfo
 from dlm_decode.models.backbone import rotate
 from dlm_decode.models.feed_forward import parameter
-from dlm_decode.models.published import Published, SpecialTokens, head_size
+from dlm_decode.models.published import MOST_PARTS, Published, SpecialTokens, head_size
 
 SUPPORTED = {"causal": False, "time_conditioning": False, "quantization_config": None}
 
@@ -272,7 +272,7 @@ def dit_config(files: Published) -> DiTConfig:
     return DiTConfig(
         vocab_size=files.number("vocab_size"),
         hidden_size=width,
-        layers=files.number("n_blocks"),
+        layers=files.number("n_blocks", MOST_PARTS),
         heads=heads,
         max_positions=files.number("model_length"),
         condition_size=files.number("cond_dim") if adaptive else None,

@@ -8,7 +8,8 @@ from typing import Any
 
 from dlm_decode.errors import CheckpointError
 from dlm_decode.models.backbone import BackboneConfig
-from dlm_decode.models.published import Published, check_heads, head_size
+from dlm_decode.models.feed_forward import ExpertsConfig
+from dlm_decode.models.published import MOST_PARTS, Published, check_heads, head_size
 
 SUPPORTED: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -19,6 +20,8 @@ SUPPORTED: Mapping[str, Any] = {
 """What every family with these names asks of its config.json."""
 
 QWEN3_SUPPORTED: Mapping[str, Any] = {**SUPPORTED, "attention_bias": False}
+
+LLAMA_SUPPORTED: Mapping[str, Any] = {**QWEN3_SUPPORTED, "mlp_bias": False}
 
 TINY: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -73,6 +76,8 @@ EXPERT_NAMES: Mapping[str, str] = {
     "expert_down": "model.layers.{}.mlp.experts.{}.down_proj.weight",
 }
 
+QWEN3_MOE_NAMES: Mapping[str, str] = {**QWEN3_NAMES, **EXPERT_NAMES}
+
 
 def decoder_config(
     files: Published, *, rope_theta: float, ffn_key: str = "intermediate_size"
@@ -90,7 +95,7 @@ def decoder_config(
         vocab_size=vocab_size,
         embedding_rows=vocab_size,
         hidden_size=width,
-        layers=files.number("num_hidden_layers"),
+        layers=layer_count(files),
         heads=heads,
         kv_heads=kv_heads,
         head_size=check_heads(size, heads, kv_heads),
@@ -103,6 +108,10 @@ def decoder_config(
     )
 
 
+def layer_count(files: Published) -> int:
+    return files.number("num_hidden_layers", MOST_PARTS)
+
+
 def qwen2_config(files: Published, *, rope_theta: float = 10000.0) -> BackboneConfig:
     """Qwen2's: biases on q, k and v."""
     return replace(decoder_config(files, rope_theta=rope_theta), qkv_bias=True)
@@ -111,6 +120,39 @@ def qwen2_config(files: Published, *, rope_theta: float = 10000.0) -> BackboneCo
 def qwen3_config(files: Published) -> BackboneConfig:
     """Qwen3's: a norm over each head of q and k."""
     return replace(decoder_config(files, rope_theta=1000000.0), qk_norm=True)
+
+
+def llama_config(files: Published) -> BackboneConfig:
+    """Llama's: no biases, no norms over heads."""
+    return decoder_config(files, rope_theta=10000.0)
+
+
+def qwen3_moe_config(files: Published, *, renormalise: bool) -> BackboneConfig:
+    """Qwen3-MoE's: mixtures in all layers but some; `renormalise` as in `ExpertsConfig`."""
+    dense = dense_layers(files)
+    key = "intermediate_size" if dense else "moe_intermediate_size"
+    experts = ExpertsConfig(
+        count=files.number("num_experts", MOST_PARTS),
+        active=files.number("num_experts_per_tok"),
+        size=files.number("moe_intermediate_size"),
+        dense_layers=dense,
+        renormalise=renormalise,
+    )
+    config = decoder_config(files, rope_theta=1000000.0, ffn_key=key)
+    return replace(config, qk_norm=True, experts=experts)
+
+
+def dense_layers(files: Published) -> frozenset[int]:
+    """The layers without experts: those of `mlp_only_layers`, and all but every
+    `decoder_sparse_step`-th (Qwen3-MoE's)."""
+    layers, step = layer_count(files), files.number_or("decoder_sparse_step", 1)
+    stated = files.config.get("mlp_only_layers")
+    if not isinstance(stated, list | None) or not all(type(n) is int for n in stated or []):
+        raise CheckpointError(
+            f"config.json: mlp_only_layers must be a list of layers, got {stated!r}"
+        )
+    skipped = (layer for layer in range(layers) if (layer + 1) % step)
+    return frozenset((*skipped, *(stated or ()))) & frozenset(range(layers))
 
 
 def rotary_size(files: Published, size: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.errors import CheckpointError
+from dlm_decode.models.published import MOST, MOST_PARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ def allocated(
     import transformers
     from transformers.initialization import no_init_weights
 
+    check_sizes(config)
     try:
         with torch.device(device), no_init_weights():
             settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
@@ -34,6 +36,16 @@ def allocated(
         ) from error
     net.tie_weights()
     return net.eval().requires_grad_(False)
+
+
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse numbers that transformers would loop over, or allocate, for ever."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_sizes(value)
+        most = MOST_PARTS if "layers" in key or "experts" in key else MOST
+        if isinstance(value, int) and value > most:
+            raise CheckpointError(f"config.json: {key} must be at most {most:,}, got {value!r}")
 
 
 def tied_names(net: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from dlm_decode.errors import CheckpointError
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
-from dlm_decode.models.published import Published, SpecialTokens, head_size
+from dlm_decode.models.published import MOST_PARTS, Published, SpecialTokens, head_size
 
 SUPPORTED = {
     "block_type": "llama",
@@ -113,7 +113,7 @@ def backbone_config(files: Published) -> BackboneConfig:
         vocab_size=vocab_size,
         embedding_rows=embedding_rows,
         hidden_size=width,
-        layers=files.number("n_layers"),
+        layers=files.number("n_layers", MOST_PARTS),
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size(width, heads, kv_heads),

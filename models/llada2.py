@@ -20,7 +20,7 @@ from dlm_decode.models.decoder_config import (
 from dlm_decode.models.decoder_config import SUPPORTED as DECODER_SUPPORTED
 from dlm_decode.models.feed_forward import ExpertsConfig
 from dlm_decode.models.llada_moe import TOKENS
-from dlm_decode.models.published import Published
+from dlm_decode.models.published import MOST_PARTS, Published
 
 SUPPORTED = {
     **DECODER_SUPPORTED,
@@ -112,7 +112,7 @@ def experts_config(files: Published) -> ExpertsConfig:
     """
     size = files.number("moe_intermediate_size")
     return ExpertsConfig(
-        count=files.number("num_experts"),
+        count=files.number("num_experts", MOST_PARTS),
         active=files.number("num_experts_per_tok"),
         size=size,
         shared_size=size * files.count_or("num_shared_experts", 0),

@@ -12,15 +12,14 @@ from dlm_decode.errors import CheckpointError
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
 from dlm_decode.models.decoder_config import (
-    EXPERT_NAMES,
-    QWEN3_NAMES,
+    QWEN3_MOE_NAMES,
     QWEN3_SUPPORTED,
     TINY,
     decoder_config,
     rotary_size,
 )
 from dlm_decode.models.feed_forward import ExpertsConfig
-from dlm_decode.models.published import Published, SpecialTokens
+from dlm_decode.models.published import MOST_PARTS, Published, SpecialTokens
 
 SUPPORTED = {
     **QWEN3_SUPPORTED,
@@ -50,7 +49,7 @@ class LLaDAMoE(Backbone):
     """
 
     paper: ClassVar[str] = "LLaDA-MoE, arXiv:2509.24389"
-    names: ClassVar[Mapping[str, str]] = {**QWEN3_NAMES, **EXPERT_NAMES}
+    names: ClassVar[Mapping[str, str]] = QWEN3_MOE_NAMES
     tiny: ClassVar[Mapping[str, Any]] = {
         **TINY,
         "architectures": ["LLaDAMoEModelLM"],
@@ -85,7 +84,7 @@ def backbone_config(files: Published) -> BackboneConfig:
     """Sizes, with the feed-forward ones of dense layers and of experts told apart."""
     config = decoder_config(files, rope_theta=50000.0, ffn_key="dense_intermediate_size")
     experts = ExpertsConfig(
-        count=files.number("num_experts"),
+        count=files.number("num_experts", MOST_PARTS),
         active=files.number("num_experts_per_tok"),
         size=files.number("expert_intermediate_size"),
         dense_layers=dense_layers(files, config.layers),

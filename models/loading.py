@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files as resource_files
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -23,6 +25,7 @@ from dlm_decode.errors import CheckpointError
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import FAMILIES
 from dlm_decode.models.published import Family, Published
+from dlm_decode.models.refused import causal_hint, why_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,14 +76,22 @@ def load_model(
     family = find_family(read_json(path / "config.json"))
     shards = weight_shards(path, stored_name(family))
     files = published_files(path)
-    dtype = dtype or configured_dtype(files.config) or next(iter(shards.dtypes.values()))
-    plan = family.from_published(files, device="meta", dtype=dtype)
+    dtype = dtype or configured_dtype(files.config) or stored_dtype(shards)
+    plan = meta_model(files, dtype)
     check_tensors(plan, shards)
     check_vocabulary(files.tokenizer, plan.info.vocab_size)
     check_memory(plan, torch.device(device))
     model = family.from_published(files, device=device, dtype=dtype)
     fill(model, shards)
     return LoadedModel(model, files.tokenizer, path)
+
+
+def meta_model(files: Published, dtype: torch.dtype) -> Family:
+    """The model of a checkpoint's small files on the meta device: shapes only."""
+    try:
+        return find_family(files.config).from_published(files, device="meta", dtype=dtype)
+    except RuntimeError as error:  # what torch makes of sizes beyond its own
+        raise CheckpointError(f"config.json: torch makes no model of it: {error}") from error
 
 
 def published_files(path: Path) -> Published:
@@ -102,7 +113,7 @@ def planned(
     files = Published(config, settings, load_tokenizer(path))
     found = dtype or configured_dtype(config)
     if found is None:
-        found = next(iter(weight_shards(path, stored_name(family)).dtypes.values()))
+        found = stored_dtype(weight_shards(path, stored_name(family)))
     return lambda device: family.from_published(files, device=device, dtype=found)
 
 
@@ -145,7 +156,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -159,6 +170,11 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
         raise CheckpointError(f"config.json: model_type must be a name, got {kind!r}")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise CheckpointError(f"config.json: architectures must be a list of names: {classes!r}")
+    refusal = why_refused(config)
+    if refusal is not None:
+        raise CheckpointError(
+            f"model_type {kind!r} with architectures {classes} can't be decoded: {refusal}"
+        )
     for name in FAMILIES.names():
         family = cast("type[Family]", FAMILIES.get(name))
         if family.matches(config):
@@ -168,6 +184,7 @@ def find_family(config: Mapping[str, Any]) -> type[Family]:
         f"model_type {config.get('model_type')!r} with architectures "
         f"{config.get('architectures')} is of no known family (known: {known}); only masked "
         "diffusion models can be decoded, and `dlm-decode list models` says what each family is"
+        + causal_hint(config)
     )
 
 
@@ -221,6 +238,14 @@ def weight_shards(path: Path, name_of: Callable[[str], str | None] = str) -> Sha
     if not found.files:
         raise CheckpointError(f"the weight files of {path} hold no tensors")
     return found
+
+
+def stored_dtype(shards: Shards) -> torch.dtype:
+    """The dtype of most numbers: single tensors, as a router's bias, may be kept wider."""
+    sizes = Counter[torch.dtype]()
+    for name, shape in shards.shapes.items():
+        sizes[shards.dtypes[name]] += prod(shape)
+    return sizes.most_common(1)[0][0]
 
 
 def data_places(file: Path) -> dict[str, int]:
@@ -285,7 +310,7 @@ def configured_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
         return None
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise CheckpointError(f"config.json: dtype {name!r} is none of {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -351,13 +376,22 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase | None:
         tokenizer = _tokenizer_class(path, described).from_pretrained(str(path))
     except Exception as error:  # whatever a broken file makes the tokenizer libraries raise
         raise CheckpointError(f"the tokenizer files of {path} do not load: {error}") from error
-    for number, token in described.get("added_tokens_decoder", {}).items():
-        found = tokenizer.convert_tokens_to_ids(token["content"])
-        if found != int(number):
+    for number, token in added_tokens(settings, described).items():
+        found = tokenizer.convert_tokens_to_ids(token)
+        if str(found) != number:
             raise CheckpointError(
-                f"{settings} gives {token['content']!r} the id {number}, but it loads as {found}"
+                f"{settings} gives {token!r} the id {number}, but it loads as {found}"
             )
     return tokenizer
+
+
+def added_tokens(settings: Path, described: Mapping[str, Any]) -> dict[str, str]:
+    """Ids, as text, of the tokens that a tokenizer_config.json adds to a vocabulary."""
+    added = described.get("added_tokens_decoder") or {}
+    entries = list(added.values()) if isinstance(added, Mapping) else [added]
+    if not all(isinstance(e, Mapping) and isinstance(e.get("content"), str) for e in entries):
+        raise CheckpointError(f"{settings}: added_tokens_decoder must map ids to tokens")
+    return {number: entry["content"] for number, entry in added.items()}
 
 
 def _tokenizer_class(path: Path, described: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models import FAMILIES, Attend, ModelInfo, row_runs
 from dlm_decode.models.hosted import allocated, tied_names
-from dlm_decode.models.published import Published, SpecialTokens
+from dlm_decode.models.published import Published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -200,14 +201,14 @@ def masked_lm_info(
     """The mask and the end of a text ([SEP] or </s>) are the config's or the tokenizer's."""
     config, tokenizer = net.config, files.tokenizer
     end = None if tokenizer is None else tokenizer.sep_token or tokenizer.eos_token
-    mask = None if tokenizer is None else tokenizer.mask_token
-    texts = SpecialTokens(str(mask), str(end), str(end), 0, 0, 0, None)
+    texts = replace(files.own_tokens(turn=end), end=end)
     ids = files.special_ids(texts, head.out_features)
     heads = getattr(config, "num_attention_heads", None) or 1
     sizes = ("hidden_size", "num_hidden_layers", "max_position_embeddings")
-    width, layers, positions = (getattr(config, name, None) for name in sizes)
-    if not (isinstance(width, int) and isinstance(layers, int) and isinstance(positions, int)):
-        raise CheckpointError(f"config.json: one of {', '.join(sizes)} is missing")
+    found = [getattr(config, name, 0) for name in sizes]
+    if not all(type(size) is int and size > 0 for size in found):
+        raise CheckpointError(f"config.json: {', '.join(sizes)} must be positive, got {found}")
+    width, layers, positions = found
     return ModelInfo(
         family="masked_lm",
         vocab_size=head.out_features,

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MOST, MOST_PARTS = 2**24, 10_000
+"""Above any size, and any count of layers or experts, that a config.json has cause to hold.
+
+What is misread is so refused before it is allocated, or looped over.
+"""
+
+
 @dataclass(frozen=True)
 class Published:
     """config.json, generation_config.json and the tokenizer of a checkpoint (the latter if any)."""
@@ -24,11 +31,13 @@ class Published:
     generation: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: PreTrainedTokenizerBase | None = None
 
-    def number(self, key: str) -> int:
-        """A positive integer that config.json must have."""
+    def number(self, key: str, most: int = MOST) -> int:
+        """A positive integer up to `most` that config.json must have."""
         value = self.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
+        if type(value) is not int or not 0 < value <= most:
+            raise CheckpointError(
+                f"config.json: {key} must be a positive integer up to {most:,}, got {value!r}"
+            )
         return value
 
     def number_or(self, key: str, default: int) -> int:
@@ -37,33 +46,43 @@ class Published:
 
     def count_or(self, key: str, default: int) -> int:
         """An integer that may be 0, `default` where config.json has none or null."""
-        return 0 if self.config.get(key) == 0 else self.number_or(key, default)
+        value = self.config.get(key)
+        return 0 if type(value) is int and value == 0 else self.number_or(key, default)
 
     def real(self, key: str, default: float) -> float:
         """A positive number, `default` where config.json has none or null."""
         value = self.config.get(key)
         if value is None:
             return default
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        if type(value) not in (int, float) or not 0 < value < 1e30:
             raise CheckpointError(f"config.json: {key} must be a positive number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false, `default` where config.json has none or null."""
         value = self.config.get(key)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
+        return value
 
     def rope_field(self, key: str, default: float) -> float:
         """A number of the rotary embedding, by itself or in `rope_parameters` (transformers 5).
 
         Refuses any kind of scaling there; `rope_scaling` is the older key for it.
         """
-        nested = self.config.get("rope_parameters") or {}
+        nested = self.config.get("rope_parameters")
+        nested = {} if nested is None else nested
         kind = nested.get("rope_type", "default") if isinstance(nested, Mapping) else nested
         if kind != "default":
             raise CheckpointError(
                 f"config.json: rope_parameters has rope_type {kind!r}, but only 'default' is "
                 "supported"
+            )
+        if any(isinstance(value, Mapping) for value in nested.values()):
+            raise CheckpointError(
+                "config.json: rope_parameters differ between layers, which is not supported"
             )
         stated = self.config if self.config.get(key) is not None else nested
         return Published(stated).real(key, default)
@@ -78,9 +97,9 @@ class Published:
                     f"config.json: {key} is {value!r}, but only {wanted} is supported"
                 )
 
-    def token_id(self, token: str) -> int | None:
+    def token_id(self, token: str | None) -> int | None:
         """The id the tokenizer gives to `token`; None if it has no such token or there is none."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or token is None:
             return None
         found = self.tokenizer.convert_tokens_to_ids(token)
         if isinstance(found, int) and self.tokenizer.convert_ids_to_tokens(found) == token:
@@ -103,9 +122,14 @@ class Published:
         _check_ids(vocab_size, mask=mask, ends=ends)
         return SpecialIds(mask[0], ends, pads[0] if pads else None)
 
-    def _ids(self, key: str, token: str, known: int | None) -> tuple[int, ...]:
+    def own_tokens(self, turn: str | None = None) -> SpecialTokens:
+        """Mask and end as the tokenizer itself names them: no family's texts, no known ids."""
+        mask, end = (getattr(self.tokenizer, f"{name}_token", None) for name in ("mask", "eos"))
+        return SpecialTokens(mask, end, turn, vocab_size=0, mask_id=0, end_id=0, turn_id=None)
+
+    def _ids(self, key: str, token: str | None, known: int | None) -> tuple[int, ...]:
         sources = (self.config.get(key), self.token_id(token), self.generation.get(key), known)
-        found = next((source for source in sources if source is not None), ())
+        found = next((source for source in sources if source not in (None, [])), ())
         ids = tuple(found) if isinstance(found, (list, tuple)) else (found,)
         if not all(type(value) is int for value in ids):
             raise CheckpointError(f"config.json: {key} must be token ids, got {found!r}")
@@ -117,12 +141,12 @@ class SpecialTokens:
     """Texts of a family's special tokens, and their ids in its published vocabulary.
 
     The ids are the last resort, for a folder of `vocab_size` tokens whose files do not name them.
-    `turn_id` None: no one published it.
+    None: there is no such token, or no one published it.
     """
 
-    mask: str
-    end: str
-    turn: str
+    mask: str | None
+    end: str | None
+    turn: str | None
     vocab_size: int
     mask_id: int
     end_id: int
@@ -160,7 +184,8 @@ def check_heads(size: int, heads: int, kv_heads: int) -> int:
 
 def _check_ids(vocab_size: int, *, mask: tuple[int, ...], ends: tuple[int, ...]) -> None:
     if len(mask) != 1:
-        raise CheckpointError(f"config.json: mask_token_id must be one id, got {mask or None}")
+        found = f"got {mask}" if mask else "and neither it nor the tokenizer names one: add it"
+        raise CheckpointError(f"config.json: mask_token_id must be one id, {found}")
     for name, value in (("mask", mask[0]), *(("end", end) for end in ends)):
         if not 0 <= value < vocab_size:
             raise CheckpointError(

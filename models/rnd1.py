@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from dlm_decode.models import FAMILIES
-from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
+from dlm_decode.models.backbone import Backbone, model_info
 from dlm_decode.models.decoder_config import (
-    EXPERT_NAMES,
-    QWEN3_NAMES,
+    QWEN3_MOE_NAMES,
     QWEN3_SUPPORTED,
     TINY,
-    decoder_config,
+    qwen3_moe_config,
 )
-from dlm_decode.models.feed_forward import ExpertsConfig
 from dlm_decode.models.published import Published, SpecialTokens
 
 TOKENS = SpecialTokens(
@@ -36,10 +33,7 @@ class RND1(Backbone):
     """RND1: full attention, position i predicts token i + 1, 8 of 128 experts a token."""
 
     paper: ClassVar[str] = "RND1, github.com/RadicalNumerics/RND1"
-    names: ClassVar[Mapping[str, str]] = {
-        **{part: name for part, name in QWEN3_NAMES.items() if part not in ("gate", "up", "down")},
-        **EXPERT_NAMES,
-    }
+    names: ClassVar[Mapping[str, str]] = QWEN3_MOE_NAMES
     tiny: ClassVar[Mapping[str, Any]] = {
         **TINY,
         "model_type": "rnd1",
@@ -61,19 +55,7 @@ class RND1(Backbone):
     ) -> RND1:
         """The model of a config.json, with its weights allocated but not filled."""
         files.require(QWEN3_SUPPORTED)
-        config = backbone_config(files)
+        config = qwen3_moe_config(files, renormalise=files.flag("norm_topk_prob", True))
         ids = files.special_ids(TOKENS, config.vocab_size)
         info = model_info(config, "rnd1", ids, shift=1)
         return cls(config, info, published=files.config, device=device, dtype=dtype)
-
-
-def backbone_config(files: Published) -> BackboneConfig:
-    """Qwen3-MoE's field names to ours; every layer is a mixture."""
-    config = decoder_config(files, rope_theta=1000000.0, ffn_key="moe_intermediate_size")
-    experts = ExpertsConfig(
-        count=files.number("num_experts"),
-        active=files.number("num_experts_per_tok"),
-        size=files.number("moe_intermediate_size"),
-        renormalise=files.flag("norm_topk_prob", True),
-    )
-    return replace(config, qk_norm=True, experts=experts)

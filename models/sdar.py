@@ -1,4 +1,8 @@
-"""SDAR and TraDo: Qwen3 turned into block diffusion."""
+"""SDAR and TraDo: Qwen3, dense or with a mixture of experts, turned into block diffusion.
+
+Of the mixture (SDAR-30B-A3B) its modelling code was read (an adapted copy of the published one, and
+JetEngine's), not its config.json: what decides its output has to stand there.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlm_decode.models import FAMILIES
-from dlm_decode.models.backbone import Backbone, model_info
+from dlm_decode.errors import CheckpointError
+from dlm_decode.models import FAMILIES, ModelInfo
+from dlm_decode.models.backbone import Backbone, BackboneConfig, model_info
 from dlm_decode.models.decoder_config import (
+    QWEN3_MOE_NAMES,
     QWEN3_NAMES,
     QWEN3_SUPPORTED,
     TINY,
     qwen3_config,
+    qwen3_moe_config,
 )
 from dlm_decode.models.published import Published, SpecialTokens
 
@@ -45,7 +52,6 @@ class SDAR(Backbone):
 
     @classmethod
     def matches(cls, config: Mapping[str, Any]) -> bool:
-        """Dense models only: the mixture of experts of SDAR-30B-A3B has other tensors."""
         return config.get("model_type") == "sdar" and not config.get("num_experts")
 
     @classmethod
@@ -55,10 +61,63 @@ class SDAR(Backbone):
         """The model of a config.json, with its weights allocated but not filled."""
         files.require(QWEN3_SUPPORTED)
         config = qwen3_config(files)
-        info = replace(
-            model_info(config, "sdar", files.special_ids(TOKENS, config.vocab_size)),
-            regime="block_causal",
-            block_length=files.number_or("block_size", 4),
-            block_origin="absolute",
-        )
+        info = block_causal(files, config, "sdar", files.number_or("block_size", 4))
         return cls(config, info, published=files.config, device=device, dtype=dtype)
+
+
+@FAMILIES.register("sdar_moe")
+class SDARMoE(Backbone):
+    """SDAR-30B-A3B: as `sdar`, with 8 of 128 experts a token.
+
+    Its config.json must have `block_size` (4 where the checkpoint's name has none, 32 in those that
+    end in -b32) and `norm_topk_prob`.
+    """
+
+    paper: ClassVar[str] = "SDAR, arXiv:2510.06303"
+    names: ClassVar[Mapping[str, str]] = QWEN3_MOE_NAMES
+    tiny: ClassVar[Mapping[str, Any]] = {
+        **TINY,
+        "architectures": ["SDARMoeForCausalLM"],
+        "model_type": "sdar_moe",
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "block_size": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    }
+
+    @classmethod
+    def matches(cls, config: Mapping[str, Any]) -> bool:
+        """By its experts, too, should it be called as the dense ones are."""
+        kind = config.get("model_type")
+        return kind == "sdar_moe" or (kind == "sdar" and bool(config.get("num_experts")))
+
+    @classmethod
+    def from_published(
+        cls, files: Published, *, device: torch.device | str, dtype: torch.dtype
+    ) -> SDARMoE:
+        """The model of a config.json, with its weights allocated but not filled."""
+        files.require(QWEN3_SUPPORTED)
+        renormalise = files.config.get("norm_topk_prob")
+        if not isinstance(renormalise, bool):
+            raise CheckpointError(
+                "config.json: norm_topk_prob must be true or false, for it decides how experts are "
+                f"weighed, got {renormalise!r}"
+            )
+        config = qwen3_moe_config(files, renormalise=renormalise)
+        info = block_causal(files, config, "sdar_moe", files.number("block_size"))
+        return cls(config, info, published=files.config, device=device, dtype=dtype)
+
+
+def block_causal(files: Published, config: BackboneConfig, family: str, block: int) -> ModelInfo:
+    """SDAR's attention, and its ids."""
+    return replace(
+        model_info(config, family, files.special_ids(TOKENS, config.vocab_size)),
+        regime="block_causal",
+        block_length=block,
+        block_origin="absolute",
+    )

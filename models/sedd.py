@@ -39,7 +39,7 @@ from torch import Tensor
 from dlm_decode.errors import CheckpointError
 from dlm_decode.models import FAMILIES, Attend, row_runs
 from dlm_decode.models.bd3lm import BD3LM, DiTConfig, dit_info
-from dlm_decode.models.published import Published, head_size
+from dlm_decode.models.published import MOST_PARTS, Published, head_size
 
 LOGLINEAR_EPS = 1e-3
 """Share of tokens that the log-linear schedule leaves unmasked at its end."""
@@ -131,7 +131,7 @@ def sedd_config(files: Published) -> DiTConfig:
     return DiTConfig(
         vocab_size=files.number("tokens") + 1,
         hidden_size=width,
-        layers=model.number("n_blocks"),
+        layers=model.number("n_blocks", MOST_PARTS),
         heads=heads,
         max_positions=model.number("length"),
         condition_size=model.number("cond_dim"),

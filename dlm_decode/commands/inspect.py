@@ -57,10 +57,9 @@ def plan(files: Published) -> Family:
     """The model on the meta device: shapes only."""
     import torch
 
-    from dlm_decode.models.loading import configured_dtype, find_family
+    from dlm_decode.models.loading import configured_dtype, meta_model
 
-    dtype = configured_dtype(files.config) or torch.float32
-    return find_family(files.config).from_published(files, device="meta", dtype=dtype)
+    return meta_model(files, configured_dtype(files.config) or torch.float32)
 
 
 def stored(folder: Path, model: Family) -> tuple[Shards | None, list[str]]:

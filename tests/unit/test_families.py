@@ -421,6 +421,31 @@ def test_experts_that_do_not_divide_into_groups_are_refused(groups: int) -> None
         ("qwen2_diffusion", "num_attention_heads", 5),
         ("fast_dllm_v2", "bd_size", 0),
         ("rnd1", "attention_bias", True),
+        ("sdar_moe", "block_size", None),
+        ("sdar_moe", "norm_topk_prob", None),
+        ("sdar_moe", "norm_topk_prob", "yes"),
+        ("sdar_moe", "mlp_only_layers", 1),
+        ("sdar_moe", "mlp_only_layers", ["1"]),
+        ("sdar_moe", "decoder_sparse_step", 0),
+        ("sdar_moe", "num_experts", None),
+        ("sdar_moe", "moe_intermediate_size", 0),
+        ("llama_diffusion", "mlp_bias", True),
+        ("llama_diffusion", "attention_bias", True),
+        ("llama_diffusion", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("stable_diffcoder", "mlp_bias", True),
+        ("stable_diffcoder", "block_size", "4"),
+        ("stable_diffcoder", "mask_token_id", None),
+        ("coda", "attention_bias", True),
+        ("coda", "use_sliding_window", True),
+        ("adapted", "diffusion_shift", None),
+        ("adapted", "diffusion_shift", 2),
+        ("adapted", "diffusion_shift", True),
+        ("adapted", "mask_token_id", None),
+        ("adapted", "mlp_bias", True),
+        ("diffugpt", "diffusion_shift", "1"),
+        ("diffugpt", "activation_function", "relu"),
+        ("diffugpt", "scale_attn_by_inverse_layer_idx", True),
+        ("diffugpt", "n_head", 5),
         ("bd3lm", "time_conditioning", True),
         ("bd3lm", "n_heads", 5),
         ("mdlm", "cond_dim", None),
@@ -436,6 +461,86 @@ def test_rotary_settings_are_read_where_transformers_5_puts_them() -> None:
     moved = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
     model = made("qwen3_diffusion", **moved)
     assert isinstance(model, Backbone) and model.config.rope_theta == 500.0
+
+
+def test_layers_without_experts_are_those_that_config_names() -> None:
+    """`mlp_only_layers`, and all but every `decoder_sparse_step`-th; [1] in the tiny model."""
+    for changes, dense in (
+        ({}, {1}),
+        ({"mlp_only_layers": [0, 2, 9]}, {0, 2}),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 2}, {0, 2}),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 1}, set()),
+    ):
+        model = made("sdar_moe", **changes)
+        assert isinstance(model, Backbone)
+        names = set(model.weights())
+        for layer in range(3):
+            start = f"model.layers.{layer}.mlp"
+            assert (f"{start}.up_proj.weight" in names) == (layer in dense)
+            assert (f"{start}.gate.weight" in names) == (layer not in dense)
+            assert (f"{start}.experts.3.down_proj.weight" in names) == (layer not in dense)
+
+
+def test_codas_head_is_its_own_whatever_config_says() -> None:
+    model = made("coda", tie_word_embeddings=True)
+    assert "lm_head.weight" in model.weights() and not model.aliases()
+
+
+def test_diffugpts_own_tensor_names_are_read(tmp_path: Path) -> None:
+    """Its class stores GPT-2 as `denoise_model`, the embeddings apart, and causal masks."""
+    model = made("diffugpt")
+    save_model(model, tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    stored = {
+        "embed_tokens.weight"
+        if key == "transformer.wte.weight"
+        else key.replace("transformer.", "denoise_model."): value
+        for key, value in plain.items()
+    }
+    stored |= {
+        "denoise_model.h.0.attn.bias": torch.ones(1, 1, 4, 4),
+        "denoise_model.h.1.attn.masked_bias": torch.tensor(-1e4),
+        "lm_head.weight": stored["embed_tokens.weight"].clone(),
+    }
+    assert "denoise_model.h.1.attn.c_attn.bias" in stored
+    save_file(stored, tmp_path / "model.safetensors")
+    ours, theirs = model.weights(), load_model(tmp_path).model.weights()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", ["adapted", "diffugpt"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_adapted_models_predict_what_config_says(name: str, shift: int) -> None:
+    assert made(name, diffusion_shift=shift).info.shift == shift
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_causal_lms_are_refused_until_config_says_how_they_were_adapted(kind: str) -> None:
+    with pytest.raises(CheckpointError, match=r'loads with "diffusion_shift" in its config\.json'):
+        find_family({"model_type": kind})
+    assert find_family({"model_type": kind, "diffusion_shift": 1}).tiny["diffusion_shift"] == 1
+    with pytest.raises(CheckpointError) as raised:
+        find_family({"model_type": "mistral"})
+    assert "diffusion_shift" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "wedlm", "architectures": ["WeDLMForCausalLM"]}, "causal over tokens"),
+        ({"model_type": "nemotron_labs_diffusion"}, "under causal attention"),
+        ({"model_type": "nemotron_labs_diffusion_vlm"}, "under causal attention"),
+        ({"model_type": "steerling"}, "concepts"),
+        ({"model_type": "lfm2", "architectures": ["Lfm2ForBlockDiffusion"]}, "convolutions"),
+        ({"model_type": "Dream", "expand_token_id": 151667}, "DreamOn"),
+    ],
+)
+def test_diffusion_lms_of_another_kind_are_refused_with_the_reason(
+    config: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"can't be decoded: .*{why}"):
+        find_family(config)
 
 
 def test_both_llada_layouts_are_told_apart() -> None:

@@ -73,5 +73,14 @@ def test_unknown_kinds_are_refused_with_what_is_known(tmp_path: Path, capsys: Ca
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["inspect", str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert "'gpt2'" in message and "known: bd3lm, " in message
-    assert "only masked diffusion models" in message
+    assert "'gpt2'" in message and "known: adapted, bd3lm, " in message
+    assert "only masked diffusion models" in message and '"diffusion_shift"' in message
+
+
+def test_known_kinds_that_fit_no_family_are_refused_with_the_reason(
+    tmp_path: Path, capsys: Captured
+) -> None:
+    config = {"model_type": "wedlm", "architectures": ["WeDLMForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "WeDLMForCausalLM'] can't be decoded: its attention is causal" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from dlm_decode.caches import CACHES, RowView
 from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.loading import find_family
+from dlm_decode.models.sdar import SDAR, SDARMoE
 from dlm_decode.models.toy import random_llada, random_sdar
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Window
@@ -252,8 +253,9 @@ def test_blocks_from_position_0_are_the_default() -> None:
 
 def test_the_mixture_of_experts_is_not_taken_for_the_dense_model() -> None:
     config = {"model_type": "sdar", "num_experts": 128, "architectures": ["SDARMoeForCausalLM"]}
-    with pytest.raises(CheckpointError, match="no known family"):
-        find_family(config)
+    for kind in ("sdar", "sdar_moe"):
+        assert find_family(config | {"model_type": kind}) is SDARMoE
+    assert find_family(config | {"num_experts": None}) is SDAR
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
