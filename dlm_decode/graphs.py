@@ -25,7 +25,7 @@ from dlm_decode.errors import CapabilityError
 from dlm_decode.kv import KVStore
 from dlm_decode.models import DiffusionLM
 from dlm_decode.models.backbone import Backbone
-from dlm_decode.tree import leaves, refilled, structure
+from dlm_decode.tree import flattened, refilled
 
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 """From a function of fixed buffers to its replay and the tree that this leaves its results in."""
@@ -40,11 +40,13 @@ _SEEN_PER_GRAPH = 16
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured function: the buffers of its arguments, its replay and its results' buffers."""
+    """A captured function: the buffers of its arguments, its replay, and its results' buffers as
+    the tree that it gave and as those of its tensors."""
 
     buffers: list[Tensor]
     replay: Callable[[], object]
     results: Any
+    result_tensors: list[Tensor]
 
 
 class Graphs:
@@ -69,19 +71,20 @@ class Graphs:
         `fixed` is what the function depends on beside its argument. It must be a function of these
         alone, and do the same when it is called again: capturing does so several times.
         """
-        key = structure(tree), fixed
+        tensors, found = flattened(tree)
+        key = found, fixed
         if key not in self._graphs:
             if not self._came_before(key):
                 return function(tree)
-            self._graphs[key] = self._captured(function, tree)
+            self._graphs[key] = self._captured(function, tree, tensors)
         self._graphs.move_to_end(key)
         while len(self._graphs) > self._most:
             self._graphs.popitem(last=False)
         graph = self._graphs[key]
-        torch._foreach_copy_(graph.buffers, list(leaves(tree)))
+        torch._foreach_copy_(graph.buffers, tensors)
         graph.replay()
         self.replayed += 1
-        return refilled(graph.results, (leaf.clone() for leaf in leaves(graph.results)))
+        return refilled(graph.results, (result.clone() for result in graph.result_tensors))
 
     def _came_before(self, key: Hashable) -> bool:
         if key in self._seen:
@@ -91,12 +94,12 @@ class Graphs:
             self._seen.popitem(last=False)
         return False
 
-    def _captured(self, function: Callable[[Any], Any], tree: Any) -> Graph:
-        buffers = [leaf.clone(memory_format=torch.contiguous_format) for leaf in leaves(tree)]
+    def _captured(self, function: Callable[[Any], Any], tree: Any, tensors: list[Tensor]) -> Graph:
+        buffers = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         held = refilled(tree, iter(buffers))
         replay, results = self._capture(lambda: function(held))
         self.captured += 1
-        return Graph(buffers, replay, results)
+        return Graph(buffers, replay, results, flattened(results)[0])
 
 
 def graphs_for(model: DiffusionLM) -> Graphs:

@@ -6,8 +6,9 @@ frozen dataclasses too, and numbers, names and the like, which are part of their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,49 +43,56 @@ def where_rows(condition: Tensor, a: Any, b: Any) -> Any:
     return tree_map(pick, a, b)
 
 
-def leaves(tree: Any) -> Iterator[Tensor]:
-    """Every tensor of a tree, in a fixed order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    else:
-        for part in _parts(tree) or ():
-            yield from leaves(part)
+def flattened(tree: Any) -> tuple[list[Tensor], Hashable]:
+    """Every tensor of a tree in a fixed order, and its structure.
 
-
-def structure(tree: Any) -> Hashable:
-    """All of a tree but the numbers in its tensors: equal for trees that differ in those alone."""
-    if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype
-    parts = _parts(tree)
-    if parts is None:
-        return tree
-    names = tuple(tree) if isinstance(tree, Mapping) else ()
-    return type(tree), names, tuple(structure(part) for part in parts)
+    The structure is all but the numbers in the tensors: equal for trees that differ in those alone.
+    """
+    tensors: list[Tensor] = []
+    return tensors, _noted(tree, tensors)
 
 
 def refilled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """The tree with the next of `tensors` in place of each of its own; `leaves` has their order."""
+    """The tree with the next of `tensors` in place of each of its own, in the order of
+    `flattened`."""
     if isinstance(tree, Tensor):
         return next(tensors)
     parts = _parts(tree)
     if parts is None:
         return tree
     filled = [refilled(part, tensors) for part in parts]
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         return dict(zip(tree, filled, strict=True))
     if isinstance(tree, (tuple, list)):
         return type(tree)(*filled) if hasattr(tree, "_fields") else type(tree)(filled)
-    names = (field.name for field in fields(tree))
+    names = _field_names(tree.__class__) or ()
     changed = zip(names, filled, parts, strict=True)
     return replace(tree, **{name: new for name, new, old in changed if new is not old})
 
 
+def _noted(tree: Any, tensors: list[Tensor]) -> Hashable:
+    """The structure of a tree, whose tensors are added to `tensors`."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return tree.shape, tree.dtype
+    parts = _parts(tree)
+    if parts is None:
+        return tree
+    names = tuple(tree) if isinstance(tree, dict) else ()
+    return type(tree), names, tuple([_noted(part, tensors) for part in parts])
+
+
 def _parts(tree: Any) -> list[Any] | None:
     """What a container holds, in a fixed order; None for what is none."""
-    if isinstance(tree, Mapping):
-        return list(tree.values())
     if isinstance(tree, (tuple, list)):
         return list(tree)
-    if is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in fields(tree)]
-    return None
+    if isinstance(tree, dict):
+        return list(tree.values())
+    names = _field_names(tree.__class__)
+    return None if names is None else [getattr(tree, name) for name in names]
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass, None for another class."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None

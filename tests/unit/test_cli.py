@@ -89,6 +89,10 @@ class TestPrompt:
         assert generate("--model", model, "--prompt", "Hi", *SHORT, "--progress") == 0
         assert "tokens/forward" in capsys.readouterr().err
 
+    def test_graphs_are_refused_on_a_cpu(self, model: str, capsys: Captured) -> None:
+        assert generate("--model", model, "--prompt", "Hi", *SHORT, "--graphs") == 2
+        assert "graphs need a GPU, and the model is on cpu" in capsys.readouterr().err
+
     def test_json_and_trace_print_a_row(self, model: str, capsys: Captured) -> None:
         assert generate("--model", model, "--prompt", "Hi", *SHORT, "--trace") == 0
         row = json.loads(capsys.readouterr().out)

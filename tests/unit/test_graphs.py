@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlm_decode import engine
 from dlm_decode import graphs as graphs_module
@@ -20,7 +21,7 @@ from dlm_decode.models import toy
 from dlm_decode.samplers import SAMPLERS
 from dlm_decode.samplers.threshold import Threshold
 from dlm_decode.storage import Storage
-from dlm_decode.tree import leaves, refilled, structure
+from dlm_decode.tree import flattened, refilled
 from dlm_decode.types import Canvas, Decision, Generation, Output, Request
 from tests.contract.cases import model_of, tabular
 from tests.tape import graphed, tape
@@ -163,9 +164,12 @@ def test_runs_side_by_side_do_not_share_results() -> None:
 
 def test_a_key_that_forgets_the_groups_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: rows of other lengths take each other's graphs, which tapes show."""
-    monkeypatch.setattr(
-        graphs_module, "structure", lambda tree: tuple((t.shape, t.dtype) for t in leaves(tree))
-    )
+
+    def forgetful(tree: Any) -> tuple[list[Tensor], Any]:
+        tensors, _ = flattened(tree)
+        return tensors, tuple((t.shape, t.dtype) for t in tensors)
+
+    monkeypatch.setattr(graphs_module, "flattened", forgetful)
     decoder, _ = graphed(model_of("llada"), "llada", "dual", max_batch_size=1)
     expected = Decoder(model_of("llada"), "llada", "dual", max_batch_size=1).generate(REQUESTS)
     assert [r.ids for r in decoder.generate(REQUESTS)] != [r.ids for r in expected]
@@ -207,11 +211,12 @@ def test_a_tree_is_its_structure_and_its_tensors() -> None:
     group = Group(0, 2, 3, own=True, mask=torch.ones(2))
     tree = {"a": (torch.arange(3), group), "b": None}
     filled = refilled(tree, iter([torch.zeros(3).long(), torch.zeros(2)]))
-    assert structure(filled) == structure(tree)
-    assert [t.sum().item() for t in leaves(filled)] == [0, 0]
+    tensors, structure = flattened(filled)
+    assert structure == flattened(tree)[1]
+    assert [t.sum().item() for t in tensors] == [0, 0]
     assert filled["a"][1] == replace(group, mask=filled["a"][1].mask)
     for other in (replace(group, start=1), replace(group, mask=None)):
-        assert structure({"a": (torch.arange(3), other), "b": None}) != structure(tree)
+        assert flattened({"a": (torch.arange(3), other), "b": None})[1] != structure
 
 
 def test_captures_share_one_pool_and_follow_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
