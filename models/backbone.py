@@ -14,11 +14,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlm_decode.errors import CapabilityError
+from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.models import Attend, ModelInfo
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, SwiGLU, parameter
 from dlm_decode.models.prepacked import columns, forget, linear, prepack
 from dlm_decode.models.published import SpecialIds
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How Llama 3.1 stretches RoPE: frequencies whose waves are longer than `original / low`
+    positions are divided by `factor`, those shorter than `original / high` are kept, and in between
+    both are mixed (transformers' rope type llama3)."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+
+    def __post_init__(self) -> None:
+        """Refuse limits in the wrong order."""
+        if not self.low < self.high:
+            raise CheckpointError(
+                f"config.json: rope_scaling's low_freq_factor {self.low} must be below its "
+                f"high_freq_factor {self.high}"
+            )
+
+    def stretched(self, frequencies: Tensor) -> Tensor:
+        """`frequencies (n,)`, radians a position, as they are used."""
+        waves = self.original * frequencies / (2 * torch.pi)
+        kept = ((waves - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -29,8 +55,9 @@ class BackboneConfig:
     predicted. `rope_full_precision` rotates in the precision of the tables (LLaDA); without it
     cosines and sines are first rounded to the dtype of the activations (Dream). `qk_norm` puts a
     norm over each head of q and k before RoPE (Qwen3). RoPE turns the first `rope_size` entries of
-    a head (None: all). `fused_qkv` says that checkpoints store q, k and v as one tensor. `experts`
-    replaces the feed-forward layers of size `ffn_size`, except in its dense layers.
+    a head (None: all), by frequencies that `rope_scaling` stretches. `fused_qkv` says that
+    checkpoints store q, k and v as one tensor. `experts` replaces the feed-forward layers of size
+    `ffn_size`, except in its dense layers.
     """
 
     vocab_size: int
@@ -49,6 +76,7 @@ class BackboneConfig:
     rope_full_precision: bool = True
     tied: bool = False
     rope_size: int | None = None
+    rope_scaling: RopeScaling | None = None
     fused_qkv: bool = False
     experts: ExpertsConfig | None = None
 
@@ -382,6 +410,8 @@ def _angles(config: BackboneConfig, dtype: torch.dtype, device: torch.device) ->
     size = config.rope_size or config.head_size
     exponents = torch.arange(0, size, 2, dtype=exact, device=device) / size
     frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling.stretched(frequencies)
     positions = torch.arange(config.max_positions, dtype=exact, device=device)
     angles = torch.outer(positions, frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1)

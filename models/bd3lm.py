@@ -305,6 +305,7 @@ def dit_info(files: Published, config: DiTConfig) -> ModelInfo:
         mask_id=ids.mask_id,
         end_ids=ids.end_ids,
         pad_id=ids.pad_id,
+        runs_layers=False,
     )
     if not in_blocks(files):
         return info

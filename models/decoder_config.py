@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlm_decode.errors import CheckpointError
-from dlm_decode.models.backbone import BackboneConfig
+from dlm_decode.models.backbone import BackboneConfig, RopeScaling
 from dlm_decode.models.feed_forward import ExpertsConfig
 from dlm_decode.models.published import MOST_PARTS, Published, check_heads, head_size
 
@@ -21,7 +21,11 @@ SUPPORTED: Mapping[str, Any] = {
 
 QWEN3_SUPPORTED: Mapping[str, Any] = {**SUPPORTED, "attention_bias": False}
 
-LLAMA_SUPPORTED: Mapping[str, Any] = {**QWEN3_SUPPORTED, "mlp_bias": False}
+LLAMA_SUPPORTED: Mapping[str, Any] = {
+    **{key: only for key, only in QWEN3_SUPPORTED.items() if key != "rope_scaling"},
+    "mlp_bias": False,
+}
+"""Without `rope_scaling`, which `llama_config` reads."""
 
 TINY: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -80,12 +84,16 @@ QWEN3_MOE_NAMES: Mapping[str, str] = {**QWEN3_NAMES, **EXPERT_NAMES}
 
 
 def decoder_config(
-    files: Published, *, rope_theta: float, ffn_key: str = "intermediate_size"
+    files: Published,
+    *,
+    rope_theta: float,
+    ffn_key: str = "intermediate_size",
+    rope_kinds: tuple[str, ...] = ("default",),
 ) -> BackboneConfig:
     """The sizes; what a family does otherwise is to be replaced.
 
     `rope_theta` is the family's own, where config.json has none. `ffn_key` names the size of its
-    dense feed-forward layers.
+    dense feed-forward layers. `rope_kinds` are the kinds of RoPE that it knows.
     """
     width, heads = files.number("hidden_size"), files.number("num_attention_heads")
     vocab_size, kv_heads = files.number("vocab_size"), files.number_or("num_key_value_heads", heads)
@@ -102,7 +110,7 @@ def decoder_config(
         ffn_size=files.number(ffn_key),
         max_positions=files.number("max_position_embeddings"),
         rms_eps=files.real("rms_norm_eps", 1e-6),
-        rope_theta=files.rope_field("rope_theta", rope_theta),
+        rope_theta=files.rope_field("rope_theta", rope_theta, rope_kinds),
         rope_full_precision=False,
         tied=files.flag("tie_word_embeddings", False),
     )
@@ -123,8 +131,30 @@ def qwen3_config(files: Published) -> BackboneConfig:
 
 
 def llama_config(files: Published) -> BackboneConfig:
-    """Llama's: no biases, no norms over heads."""
-    return decoder_config(files, rope_theta=10000.0)
+    """Llama's: no biases, no norms over heads; RoPE may be stretched as Llama 3.1 does."""
+    config = decoder_config(files, rope_theta=10000.0, rope_kinds=("default", "llama3"))
+    return replace(config, rope_scaling=llama3_scaling(files))
+
+
+def llama3_scaling(files: Published) -> RopeScaling | None:
+    """What `rope_scaling`, or in transformers 5 `rope_parameters`, says; None: nothing."""
+    stated = files.config.get("rope_scaling")
+    stated = files.config.get("rope_parameters") if stated is None else stated
+    if stated is None:
+        return None
+    kind = stated.get("rope_type", stated.get("type")) if isinstance(stated, Mapping) else stated
+    if kind in (None, "default"):
+        return None
+    if kind != "llama3":
+        raise CheckpointError(
+            f"config.json: rope_scaling is of type {kind!r}, only llama3 is known"
+        )
+    inner, keys = Published(stated), ("factor", "low_freq_factor", "high_freq_factor")
+    absent = [key for key in keys if stated.get(key) is None]
+    if absent:
+        raise CheckpointError(f"config.json: rope_scaling has no {absent[0]}")
+    factor, low, high = (inner.real(key, 0.0) for key in keys)
+    return RopeScaling(factor, low, high, inner.number("original_max_position_embeddings"))
 
 
 def qwen3_moe_config(files: Published, *, renormalise: bool) -> BackboneConfig:

@@ -153,7 +153,7 @@ def _snapshot(hub_id: str, patterns: list[str]) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; raises `CheckpointError` naming the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError, RecursionError) as error:

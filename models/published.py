@@ -67,18 +67,18 @@ class Published:
             raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
         return value
 
-    def rope_field(self, key: str, default: float) -> float:
+    def rope_field(self, key: str, default: float, kinds: tuple[str, ...] = ("default",)) -> float:
         """A number of the rotary embedding, by itself or in `rope_parameters` (transformers 5).
 
-        Refuses any kind of scaling there; `rope_scaling` is the older key for it.
+        Refuses kinds of scaling there other than `kinds`; `rope_scaling` is the older key for it.
         """
         nested = self.config.get("rope_parameters")
         nested = {} if nested is None else nested
         kind = nested.get("rope_type", "default") if isinstance(nested, Mapping) else nested
-        if kind != "default":
+        if kind not in kinds:
             raise CheckpointError(
-                f"config.json: rope_parameters has rope_type {kind!r}, but only 'default' is "
-                "supported"
+                f"config.json: rope_parameters has rope_type {kind!r}, but only "
+                f"{' and '.join(map(repr, kinds))} is supported"
             )
         if any(isinstance(value, Mapping) for value in nested.values()):
             raise CheckpointError(

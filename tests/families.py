@@ -48,6 +48,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
 """Every registered family by its name, and variants: a family, and changes to its `tiny`."""
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""How a tiny Llama's RoPE may be stretched, as its config.json says it."""
+
+
 def made(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Family:
     """A tiny model of a name in `TINY`, with random weights that are the same in every dtype."""
     family, own = TINY[name]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dlm_decode.api import Decoder
 from dlm_decode.errors import CapabilityError, CheckpointError
-from dlm_decode.models.backbone import Backbone
+from dlm_decode.models.backbone import Backbone, RopeScaling
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, coreset, grouped_linear, route
 from dlm_decode.models.llada import LLaDA
 from dlm_decode.models.llada_moe import LLaDAMoE
 from dlm_decode.models.loading import find_family, load_model, save_model
 from dlm_decode.types import Request
-from tests.families import TINY, blocks_from, golden_forward, golden_model, logits_of, made
+from tests.families import LLAMA3, TINY, blocks_from, golden_forward, golden_model, logits_of, made
 from tests.golden import requires_golden
 from tests.support import full_attend, row_positions
 
@@ -432,6 +432,11 @@ def test_experts_that_do_not_divide_into_groups_are_refused(groups: int) -> None
         ("llama_diffusion", "mlp_bias", True),
         ("llama_diffusion", "attention_bias", True),
         ("llama_diffusion", "rope_scaling", {"type": "linear", "factor": 2.0}),
+        ("llama_diffusion", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("llama_diffusion", "rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
+        ("llama_diffusion", "rope_scaling", ["llama3"]),
+        ("llama_diffusion", "rope_parameters", {"rope_type": "yarn"}),
+        ("qwen3_diffusion", "rope_parameters", LLAMA3),
         ("stable_diffcoder", "mlp_bias", True),
         ("stable_diffcoder", "block_size", "4"),
         ("stable_diffcoder", "mask_token_id", None),
@@ -541,6 +546,15 @@ def test_diffusion_lms_of_another_kind_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(CheckpointError, match=f"can't be decoded: .*{why}"):
         find_family(config)
+
+
+def test_long_waves_are_stretched_and_short_ones_kept() -> None:
+    """Of 64 positions: waves of 8 (more than 4 of them) stay, of 128 (less than 1) are divided."""
+    scaling = RopeScaling(factor=8.0, low=1.0, high=4.0, original=64)
+    waves = torch.tensor([8.0, 16.0, 32.0, 64.0, 128.0], dtype=torch.float64)
+    expected = [8.0, 16.0, 1 / ((1 / 3) / 32 + (2 / 3) / (8 * 32)), 512.0, 1024.0]
+    found = 2 * torch.pi / scaling.stretched(2 * torch.pi / waves)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_both_llada_layouts_are_told_apart() -> None:

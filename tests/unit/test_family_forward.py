@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlm_decode.models.loading import save_model
 from dlm_decode.models.toy import random_model
-from tests.families import logits_of
+from tests.families import LLAMA3, logits_of
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "adapted": ("adapted", {}, "Llama"),
@@ -28,6 +28,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "diffugpt": ("diffugpt", {}, "GPT2"),
     "diffugpt-inner": ("diffugpt", {"n_inner": 48, "tie_word_embeddings": False}, "GPT2"),
     "llama_diffusion": ("llama_diffusion", {"head_dim": 16, "rope_theta": 5e5}, "Llama"),
+    "llama_diffusion-stretched": ("llama_diffusion", {"rope_scaling": LLAMA3}, "Llama"),
+    "llama_diffusion-stretched5": (
+        "llama_diffusion",
+        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 500.0}},
+        "Llama",
+    ),
     "qwen2_diffusion": ("qwen2_diffusion", {}, "Qwen2"),
     "rnd1": ("rnd1", {}, "Qwen3Moe"),
     "sdar_moe": ("sdar_moe", {}, "Qwen3Moe"),

@@ -18,7 +18,14 @@ from dlm_decode.models.published import Family, Published
 from tests.families import made
 
 ODD: tuple[Any, ...] = (None, -1, 1.5, 10**30, math.inf, "x", ["x"], {})
-EXTRA = ("rope_parameters", "head_dim", "mlp_only_layers", "partial_rotary_factor", "block_size")
+EXTRA = (
+    "rope_parameters",
+    "rope_scaling",
+    "head_dim",
+    "mlp_only_layers",
+    "partial_rotary_factor",
+    "block_size",
+)
 """Fields that not every tiny config.json has."""
 
 HOSTED = {
@@ -107,6 +114,14 @@ def test_without_a_dtype_most_of_the_stored_numbers_decide(tmp_path: Path) -> No
     tensors[first] = tensors[first].double()
     save_file(tensors, tmp_path / "model.safetensors")
     assert load_model(tmp_path).model.dtype == torch.bfloat16
+
+
+def test_a_byte_order_mark_before_config_is_no_harm(tmp_path: Path) -> None:
+    """Editors put it there, and some checkpoints need an edit."""
+    save_model(made("adapted"), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load_model(tmp_path).model.info.shift == 1
 
 
 def test_json_that_nests_without_end_is_refused(tmp_path: Path) -> None:
