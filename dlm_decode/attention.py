@@ -87,6 +87,19 @@ class Watch:
     width: int
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Positions whose K/V are stored from one of R versions of their row, once it is known which.
+
+    `row (J,)` and `places (J,)` are the row of each position and its pool index, `tokens (J, R)`
+    the packed token that each version computed it as.
+    """
+
+    row: Tensor
+    places: Tensor
+    tokens: Tensor
+
+
 class PackedAttention:
     """The `Attend` of one forward: stores what is to be stored, then attends group by group."""
 
@@ -101,11 +114,13 @@ class PackedAttention:
         watch: Watch | None = None,
         windows: Sequence[tuple[int, int]] | None = None,
         ragged: tuple[Ragged, ...] = (),
+        choice: Choice | None = None,
     ) -> None:
         """Packed tokens `write_from (n,)` (or all) are stored at pool indices `write_to (n,)`.
 
         Groups within a part of `ragged` are attended together. `windows` are for models that ask
-        for them, see `dlm_decode.models.row_windows`.
+        for them, see `dlm_decode.models.row_windows`. K/V of a `choice` are held until `choose` is
+        called.
         """
         self._groups = groups
         self._store = store
@@ -114,6 +129,8 @@ class PackedAttention:
         self._watch = watch
         self._ragged = ragged
         self.windows = windows
+        self._versions = choice
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: Tensor | None = None
 
     @property
@@ -197,7 +214,19 @@ class PackedAttention:
             spans.append(span)
         return torch.cat(spans)
 
+    def choose(self, winner: Tensor) -> None:
+        """Store K/V of the choice from version `winner (B,)` of each row."""
+        choice = self._versions
+        if choice is None or self._store is None:
+            return
+        picked = torch.arange(len(choice.row), device=winner.device), winner[choice.row]
+        for layer, (k, v) in self._held.items():
+            self._store.write(layer, choice.places, k[picked], v[picked])
+
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self._versions is not None:
+            tokens = self._versions.tokens
+            self._held[layer] = k[tokens], v[tokens]
         if self._write_to is not None and self._store is not None:
             picked = self._write_from
             new_k, new_v = (k, v) if picked is None else (k[picked], v[picked])

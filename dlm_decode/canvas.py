@@ -41,20 +41,22 @@ def build_canvas(
     window: bool,
     draw: Draw,
     horizons: Sequence[int],
+    reach: Sequence[int],
 ) -> tuple[Canvas, list[np.ndarray]]:
     """The canvas of `rows`, and for each row the absolute positions whose logits are read.
 
     Those are the eligible positions, with `wide` (scope "canvas") all masked ones that the plan
     computes, with `decided` the decided editable ones too, and with `window` the window's masked
-    ones that are not eligible. Without `wide` nothing beyond a
-    row's own window is marked, however wide the windows of the rows beside it are.
+    ones that are not eligible. Without `wide` nothing beyond a row's own window is marked, or that
+    of the branch whose window reaches farthest (`reach`, its end), however wide the windows of the
+    rows beside it are.
     """
     count = len(rows)
     whole = np.zeros((2, count, width), dtype=np.int64)
     flags = np.zeros((3, count, width), dtype=bool)
     readable = []
     for i, row in enumerate(rows):
-        stop = row.span.stop if wide else row.window.stop
+        stop = row.span.stop if wide else reach[i]
         span = slice(base[i], stop)
         size = stop - base[i]
         beyond = row.tokens[base[i] : base[i] + width]  # a query hands back every token of these
@@ -62,15 +64,18 @@ def build_canvas(
         whole[1, i] = np.arange(base[i], base[i] + width)
         computed = np.zeros(row.length, dtype=bool)
         computed[_predicted(plans[i].query, model.info.shift, row.length)] = True
-        eligible = row.masked & computed & _limits(row, plans[i])
+        computed[row.window.start] |= plans[i].lead == "kept"
+        eligible = row.masked & computed & _limits(row, reach[i], plans[i])
         flags[0, i, :size] = row.masked[span]
         flags[1, i, :size] = row.editable[span]
         flags[2, i, :size] = eligible[span]
         read = (
-            eligible | (_limits(row, plans[i]) & row.editable & computed) if decided else eligible
+            eligible | (_limits(row, reach[i], plans[i]) & row.editable & computed)
+            if decided
+            else eligible
         )
         if window:
-            read = read | (row.masked & computed & _limits(row, None))
+            read = read | (row.masked & computed & _limits(row, reach[i], None))
         if wide:
             read = (row.editable if decided else row.masked) & computed
             read[: base[i]] = read[stop:] = False
@@ -86,10 +91,10 @@ def _predicted(query: np.ndarray, shift: int, length: int) -> np.ndarray:
     return found[found < length]
 
 
-def _limits(row: Row, plan: RowPlan | None) -> np.ndarray:
-    """Positions of the row's window, narrowed by the plan."""
+def _limits(row: Row, stop: int, plan: RowPlan | None) -> np.ndarray:
+    """Positions of the row's window, which ends at `stop`, narrowed by the plan."""
     inside = np.zeros(row.length, dtype=bool)
-    inside[row.window.start : row.window.stop] = True
+    inside[row.window.start : stop] = True
     if plan is not None and plan.only is not None:
         inside[: plan.only[0]] = inside[plan.only[1] :] = False
     return inside

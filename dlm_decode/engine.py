@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -137,10 +137,16 @@ class Engine:
         rows, info = state.rows, self.model.info
         views = [row.view(info.shift) for row in rows]
         plans = [self.cache.plan(view) for view in views]
+        ends = [_ends(row, plan) for row, plan in zip(rows, plans, strict=True)]
+        reach = [max(stops) for stops in ends]
+        widest = [
+            self._reaching(view, plan, stop)
+            for view, plan, stop in zip(views, plans, reach, strict=True)
+        ]
         base = window_base(rows, self.sampler)
         canvas, readable = build_canvas(
             rows,
-            plans,
+            widest,
             base,
             state.width,
             self.model,
@@ -149,22 +155,26 @@ class Engine:
             window="window" in self.sampler.needs,
             draw=self.draw,
             horizons=[self._horizon(row, view) for row, view in zip(rows, views, strict=True)],
+            reach=reach,
         )
         memory = self._memory(state, canvas)
         query = self.sampler.query(canvas, memory)
-        scope = _scope(rows, plans, base, state.width, query)
+        scope = self._scope(rows, views, plans, ends, base, state.width, query)
         if self.debug:
-            _check_plans(rows, plans, readable, info.shift, bool(rows[0].slots))
+            _check_plans(rows, widest, readable, info.shift, bool(rows[0].slots))
         hooks = self._hooks(views, plans)
         turn = self._prepared(state, plans, hooks, readable, canvas, memory, query, scope)
-        outcome, state.memory = self._computed(turn, state.store, hooks)
+        outcome, state.memory, leads = self._computed(turn, state.store, hooks)
         record_writes(rows, plans)
         if state.residents is not None:
             state.residents.after_forward(rows)
         for row, hook in zip(rows, hooks, strict=True):
             row.memory = row.memory if hook is None else hook.memory()
+        if turn.packed.leads is not None and leads is not None:
+            for i, lead in zip(turn.packed.leads.rows, leads, strict=True):
+                rows[i].kept = lead
         received = Outcome.received(outcome.cpu(), len(rows), state.width)
-        self._apply(state, plans, readable, scope, received)
+        self._apply(state, readable, scope, received)
 
     def _prepared(
         self,
@@ -181,7 +191,6 @@ class Engine:
         rows, info, device = state.rows, self.model.info, self.model.device
         packed, read = pack(
             rows,
-            plans,
             readable,
             scope,
             hooks=hooks,
@@ -193,35 +202,75 @@ class Engine:
             windows=bool(info.whole_rows),
             together=takes_flex(self.model),
             places=0 if state.store is None else state.store.places_of(self.model.dtype),
+            winners=self._stores_winners,
         )
         shadows = None
         if "shadow" in self.sampler.needs:
             packed, shadows = self._shadows(packed, read, rows, plans, readable, scope)
         scored = len(packed.scatter)
+        kept = [cast("Tensor", rows[i].kept) for i in packed.kept]
         return Turn(
             canvas,
             memory,
             query,
             packed,
             finishing=_sent([r.finishing for r in rows], device),
-            ban_end=_end_mask(rows, readable, scope.counts, _bans_end, scored, device),
-            demote_end=_end_mask(rows, readable, scope.counts, _demotes_end, scored, device),
+            ban_end=_end_mask(rows, readable, scope, _bans_end, scored, device),
+            demote_end=_end_mask(rows, readable, scope, _demotes_end, scored, device),
             watch=self._watch(rows, packed, read, scope),
             shadows=shadows,
+            kept=torch.cat(kept) if kept else None,
             branches=scope.branches,
         )
 
     def _computed(
         self, turn: Turn, store: KVStore | None, hooks: Sequence[LayerHook | None]
-    ) -> tuple[Tensor, Any]:
-        """What the turn decided, still on the device, and the sampler's new memory."""
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """What the turn decided, still on the device, the sampler's new memory and what is kept."""
         device_part = DevicePart(self.model, self.sampler, self.schedule, self.draw, self.cfg_scale)
         eager = len(turn.packed.ids) > MOST_TOKENS or any(hook is not None for hook in hooks)
         if self.graphs is None or not self._replays or eager:
             return device_part(turn, store)
         where = () if store is None else store.addresses
-        outcome, memory = self.graphs.run(lambda held: device_part(held, store), turn, where)
-        return outcome, memory
+        outcome, memory, leads = self.graphs.run(lambda held: device_part(held, store), turn, where)
+        return outcome, memory, leads
+
+    @property
+    def _stores_winners(self) -> bool:
+        """Whether it matters which branch's K/V are stored of what lies before the window."""
+        return "branches" in self.sampler.traits and self.cache.exactness == "approximate"
+
+    def _reaching(self, view: RowView, plan: RowPlan, stop: int) -> RowPlan:
+        """The plan of a version of the row whose window ends at `stop`."""
+        if stop == view.window.stop:
+            return plan
+        return self.cache.plan(replace(view, window=replace(view.window, stop=stop)))
+
+    def _scope(
+        self,
+        rows: Sequence[Row],
+        views: Sequence[RowView],
+        plans: Sequence[RowPlan],
+        ends: Sequence[tuple[int, ...]],
+        base: tuple[int, ...],
+        width: int,
+        query: Query | None,
+    ) -> Scope:
+        """Windows and branches of this forward; an adaptive query never branches on a refresh."""
+        most = 1 if query is None else query.branches
+        stops, versions = [], []
+        for row, view, plan, own in zip(rows, views, plans, ends, strict=True):
+            count = most
+            if query is None or query.adaptive:
+                count = min(row.branches if plan.kind in ("full", "window") else 1, most)
+            own = (*own, *[row.window.stop] * count)[:count]
+            stops.append(own)
+            versions.append(tuple(self._reaching(view, plan, stop) for stop in own))
+        made = Scope(base, width, tuple(versions), tuple(stops), most)
+        if query is None:
+            return made
+        replaced = query.tokens is not None or query.mix_ids is not None
+        return replace(made, replaced=replaced, adaptive=query.adaptive)
 
     def _horizon(self, row: Row, view: RowView) -> int:
         """Turns that can be foreseen: until the next refresh, or until the row must finish."""
@@ -268,6 +317,7 @@ class Engine:
         """The forward with a shadow of each scored position, for samplers that declare it."""
         if scope.branches > 1 or self.lanes > 1:
             raise CapabilityError("shadows can't be read with branches or guidance")
+        _check_computed(packed, "shadows")
         for row, places in zip(rows, readable, strict=True):
             row.computed += len(places)
         info = self.model.info
@@ -283,6 +333,7 @@ class Engine:
             return None
         if scope.branches > 1 or self.lanes > 1:
             raise CapabilityError("attention can't be read with branches or guidance")
+        _check_computed(packed, "attention")
         low, high = self.sampler.attention_layers
         depth = self.model.info.layers
         first = min(int(low * depth), depth - 1)
@@ -295,7 +346,6 @@ class Engine:
     def _apply(
         self,
         state: _Flight,
-        plans: Sequence[RowPlan],
         readable: Sequence[np.ndarray],
         scope: Scope,
         outcome: Outcome,
@@ -305,17 +355,21 @@ class Engine:
         drafts = "renoises" in self.sampler.traits
         for i, row in enumerate(state.rows):
             record = outcome.of_row(i)
-            row.charge(plans[i], self.lanes * scope.counts[i])
+            row.charge(scope.plans[i], self.lanes)
             row.branches = max(int(outcome.branches[i]), 1)
+            row.ahead = tuple(place for place in outcome.ahead[i].tolist() if place >= 0)
+            if outcome.winner[i] > 0:
+                row.window = replace(row.window, stop=scope.stops[i][outcome.winner[i]])
             row.keep_scores(readable[i], scope.base[i], record.sure)
             if scope.adaptive and outcome.steps[i] >= 0:
-                row.speculate(scope.counts[i] - 1, record.steps)
+                row.speculate(len(scope.plans[i]) - 1, record.steps)
             row.apply(scope.base[i], record)
             row.draft = (scope.base[i], record.tokens) if drafts else None
             stop = int(outcome.stop[i])
             if stop >= 0 and stop != row.window.stop:
                 row.window = replace(row.window, stop=stop)
-            row.advance(self.schedule, record.steps, stay=int(outcome.stay[i]) > 0)
+            stay, forget = int(outcome.stay[i]) > 0, self.sampler.scope == "block"
+            row.advance(self.schedule, record.steps, stay=stay, forget=forget)
 
     def _settle_rows(self, state: _Flight) -> Iterator[tuple[Row, Generation | None]]:
         """Report every row; finished ones give back their place first."""
@@ -350,6 +404,14 @@ def check_needs(sampler: Sampler, info: ModelInfo) -> None:
         raise CapabilityError(
             f"the sampler needs {', '.join(sorted(inside))}, which {info.family} does not offer: "
             f"{info.whole_rows}"
+        )
+
+
+def _check_computed(packed: Packed, what: str) -> None:
+    if packed.kept:
+        raise CapabilityError(
+            f"{what} can't be read where a cache keeps the output before the window (lead kept): "
+            "take lead computed"
         )
 
 
@@ -394,7 +456,7 @@ def _demotes_end(row: Row, positions: np.ndarray) -> np.ndarray:
 def _end_mask(
     rows: Sequence[Row],
     readable: Sequence[np.ndarray],
-    counts: Sequence[int],
+    scope: Scope,
     rule: Callable[[Row, np.ndarray], np.ndarray],
     scored: int,
     device: torch.device,
@@ -403,8 +465,9 @@ def _end_mask(
     if all(row.request.eos == "none" for row in rows):
         return None
     parts = [
-        np.tile(rule(row, positions), count)
-        for row, positions, count in zip(rows, readable, counts, strict=True)
+        rule(row, scope.wanted(i, branch, readable[i]))
+        for i, row in enumerate(rows)
+        for branch in range(len(scope.plans[i]))
     ]
     mask = np.zeros(scored, dtype=bool)
     holds = np.concatenate(parts)
@@ -417,25 +480,10 @@ def _sent(values: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(values).to(device, non_blocking=True)
 
 
-def _scope(
-    rows: Sequence[Row],
-    plans: Sequence[RowPlan],
-    base: tuple[int, ...],
-    width: int,
-    query: Query | None,
-) -> Scope:
-    """Windows and branches of this forward; an adaptive query never branches on a refresh."""
-    if query is None:
-        return Scope(base, width, (1,) * len(rows))
-    most = query.branches
-    counts = tuple(
-        min(row.branches if plan.kind in ("full", "window") else 1, most)
-        if query.adaptive
-        else most
-        for row, plan in zip(rows, plans, strict=True)
-    )
-    replaced = query.tokens is not None or query.mix_ids is not None
-    return Scope(base, width, counts, most, replaced, query.adaptive)
+def _ends(row: Row, plan: RowPlan) -> tuple[int, ...]:
+    """Where the windows of a row's versions end, its own first; a refresh has no branches."""
+    branches = plan.kind in ("full", "window")
+    return row.stops if row.stops and branches else (row.window.stop,)
 
 
 def _check_plans(
@@ -450,7 +498,9 @@ def _check_plans(
         query = plan.query
         assert len(query) and (np.diff(query) > 0).all(), "query positions must ascend"
         assert query[0] >= 0 and query[-1] < row.length, "query outside the row"
-        assert np.isin(np.maximum(positions - shift, 0), query).all(), "scored without a logit row"
+        read = np.maximum(positions - shift, 0)
+        read = read[read >= query[0]] if plan.lead == "kept" else read
+        assert np.isin(read, query).all(), "scored without a logit row"
         whole = plan.kind in ("full", "refresh")
         assert not whole or len(query) == row.length, "a full forward computes all"
         if not whole:

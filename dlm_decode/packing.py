@@ -7,6 +7,7 @@ side by side, so that attention needs no mask and no padding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.attention import Group, Watched
+from dlm_decode.attention import Choice, Group, Watched
 from dlm_decode.caches import LayerHook, RowPlan
 from dlm_decode.kv import Slot
 from dlm_decode.ragged import Ragged, ragged
@@ -27,7 +28,10 @@ NEAR = 1.25
 
 @dataclass(frozen=True)
 class Entry:
-    """One copy of a row in a forward: `query` positions of `tokens (N,)`, in lane and branch."""
+    """One copy of a row in a forward: `query` positions of `tokens (N,)`, in lane and branch.
+
+    Its row has `branches` copies in a lane, `siblings` of them with as many queries as this one.
+    """
 
     row: int
     lane: int
@@ -37,6 +41,7 @@ class Entry:
     editable: np.ndarray
     slot: Slot | None
     branches: int
+    siblings: int
     blocks: np.ndarray | None = None
     hook: LayerHook | None = None
 
@@ -96,16 +101,33 @@ class Entry:
 class Scope:
     """Where each row's window begins (`base`, B entries), how wide windows are, and branches.
 
-    `counts` (B entries): how many of the `branches` each row uses. `replaced`: the sampler gives
+    `plans` and `stops` (B entries each): the plan of each version of a row, itself the first, and
+    where its window ends; so many of the `branches` the row uses. `replaced`: the sampler gives
     its own window contents. `adaptive`: the branches are drafts of the row's own future.
     """
 
     base: tuple[int, ...]
     width: int
-    counts: tuple[int, ...]
+    plans: tuple[tuple[RowPlan, ...], ...]
+    stops: tuple[tuple[int, ...], ...]
     branches: int = 1
     replaced: bool = False
     adaptive: bool = False
+
+    def wanted(self, row: int, branch: int, scored: np.ndarray) -> np.ndarray:
+        """Those of a row's `scored` positions that lie in the branch's own window."""
+        stops = self.stops[row]
+        return scored if len(set(stops)) == 1 else scored[scored < stops[branch]]
+
+
+@dataclass(frozen=True)
+class Leads:
+    """Outputs before the window that are kept: of `rows`, n of them, also as `row (n,)`, at packed
+    `tokens (n, lanes, R)`."""
+
+    rows: tuple[int, ...]
+    row: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,9 @@ class Packed:
     the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
     `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids. `windows`
     are where those of the entries begin and end, for models that ask. Padded scored positions read
-    the first packed row and are scattered to the place behind the last.
+    the first packed row and are scattered to the place behind the last. Outputs kept from earlier
+    turns are read behind the T tokens, those of each row of `kept` in its lanes; `leads` are to be
+    kept now. `choice`, where a row has branches: what lies before its window.
     """
 
     ids: Tensor
@@ -131,11 +155,13 @@ class Packed:
     window_to: Tensor | None
     windows: tuple[tuple[int, int], ...] | None
     ragged: tuple[Ragged, ...] = ()
+    kept: tuple[int, ...] = ()
+    leads: Leads | None = None
+    choice: Choice | None = None
 
 
 def pack(
     rows: Sequence[Row],
-    plans: Sequence[RowPlan],
     scored: Sequence[np.ndarray],
     scope: Scope,
     *,
@@ -148,22 +174,25 @@ def pack(
     windows: bool = False,
     together: bool = False,
     places: int = 0,
+    winners: bool = False,
 ) -> tuple[Packed, np.ndarray]:
-    """Pack the rows' plans; `scored` are the absolute positions of each row to read out.
+    """Pack the plans of `scope`; `scored` are the absolute positions of each row to read out.
 
     Also the first of `Packed.read` on the host, without padding. `padded` keeps the number of
     scored positions to one of two for all turns of the same forward, see `_bucket`. `together`
     takes groups of several shapes into one call, with stored keys if the pool's `places` are given.
+    With `winners` a branch may be stored in place of its row.
     """
     hooks = [None] * len(rows) if hooks is None else hooks
-    made = _entries(rows, plans, hooks, scope.counts, lanes, mask_id)
+    made = _entries(rows, scope.plans, hooks, lanes, mask_id)
     entries = sorted(made, key=lambda e: e.order)
     starts = np.cumsum([0, *(len(e.plan.query) for e in entries)])
     send = _sender(device)
     ids = np.concatenate([e.tokens[e.plan.query] for e in entries])
     positions = np.concatenate([e.plan.query for e in entries])
     write_from, write_to = _writes(entries, starts)
-    read, scatter = _reads(entries, starts, scored, scope, lanes, shift)
+    kept = tuple(i for i, versions in enumerate(scope.plans) if versions[0].lead == "kept")
+    read, scatter = _reads(entries, starts, scored, scope, lanes, shift, kept)
     window_from, window_to = _branch_windows(entries, starts, scope)
     size = _bucket(len(scatter), len(ids) // lanes, scope) if padded else len(scatter)
     nowhere = len(rows) * scope.branches * scope.width
@@ -179,10 +208,18 @@ def pack(
         send(_filled(scatter, size, nowhere)),
         send(window_from) if scope.replaced else None,
         send(window_to) if scope.replaced else None,
-        tuple((scope.base[e.row], rows[e.row].window.stop) for e in entries) if windows else None,
+        _windows(entries, scope) if windows else None,
         tuple(_ragged(entries, starts, groups, places, send)) if together else (),
+        kept,
+        _leads(rows, entries, starts, scope, lanes, send),
+        _choice(rows, entries, starts, scope, send) if winners else None,
     )
     return packed, read[0]
+
+
+def _windows(entries: Sequence[Entry], scope: Scope) -> tuple[tuple[int, int], ...]:
+    """Where the windows of the entries begin and end."""
+    return tuple((scope.base[e.row], scope.stops[e.row][e.branch]) for e in entries)
 
 
 def _bucket(count: int, tokens: int, scope: Scope) -> int:
@@ -190,7 +227,7 @@ def _bucket(count: int, tokens: int, scope: Scope) -> int:
 
     So a block's turns, which have ever fewer masks, have two numbers of scored positions.
     """
-    most = min(sum(scope.counts) * scope.width, tokens)
+    most = min(sum(map(len, scope.plans)) * scope.width, tokens)
     return next((size for size in (most // 2, most) if size >= count), count)
 
 
@@ -251,17 +288,17 @@ def _sender(device: torch.device) -> Callable[[np.ndarray], Tensor]:
 
 def _entries(
     rows: Sequence[Row],
-    plans: Sequence[RowPlan],
+    plans: Sequence[Sequence[RowPlan]],
     hooks: Sequence[LayerHook | None],
-    counts: Sequence[int],
     lanes: int,
     mask_id: int,
 ) -> Iterator[Entry]:
-    for index, (row, plan) in enumerate(zip(rows, plans, strict=True)):
+    for index, (row, versions) in enumerate(zip(rows, plans, strict=True)):
+        lengths = Counter(len(plan.query) for plan in versions)
         for lane in range(lanes):
             tokens = row.tokens if lane == 0 else np.where(row.editable, row.tokens, mask_id)
             slot = row.slots[lane] if row.slots else None
-            for branch in range(counts[index]):
+            for branch, plan in enumerate(versions):
                 yield Entry(
                     index,
                     lane,
@@ -270,7 +307,8 @@ def _entries(
                     tokens,
                     row.editable,
                     slot,
-                    counts[index],
+                    len(versions),
+                    lengths[len(plan.query)],
                     row.block_ids,
                     hooks[index],
                 )
@@ -372,9 +410,9 @@ def _branch_groups(
     """The branches of a row as one row of queries, so that its stored context is read once.
 
     Each branch sees that context and itself, which a mask says. Rows of as many branches are
-    attended together.
+    attended together, branches of another length apart.
     """
-    for branches, members in groupby(run, key=lambda e: e.branches):
+    for branches, members in groupby(run, key=lambda e: e.siblings):
         entries = list(members)
         rows = entries[::branches]
         places = np.stack([e.slot.places[e.outside()] for e in rows if e.slot is not None])
@@ -386,7 +424,7 @@ def _branch_groups(
 
 def _branch_mask(entry: Entry, keys: int) -> np.ndarray:
     """Which of `keys` stored keys, then of the branches' own, each query sees, all R branches'."""
-    query, branches = len(entry.plan.query), entry.branches
+    query, branches = len(entry.plan.query), entry.siblings
     seen = entry.mask()
     seen = np.ones((query, keys + query), dtype=bool) if seen is None else seen
     own = np.kron(np.eye(branches, dtype=bool), seen[:, keys:])
@@ -460,19 +498,74 @@ def _reads(
     scope: Scope,
     lanes: int,
     shift: int,
+    kept: Sequence[int],
 ) -> tuple[list[np.ndarray], np.ndarray]:
     read: list[list[np.ndarray]] = [[] for _ in range(lanes)]
     scatter = []
     order = sorted(range(len(entries)), key=lambda i: (entries[i].row, entries[i].branch))
     for i in order:
         entry = entries[i]
-        wanted = scored[entry.row]
-        found = np.searchsorted(entry.plan.query, np.maximum(wanted - shift, 0))
-        read[entry.lane].append(starts[i] + found)
+        wanted = scope.wanted(entry.row, entry.branch, scored[entry.row])
+        at = np.maximum(wanted - shift, 0)
+        found = starts[i] + np.searchsorted(entry.plan.query, at)
+        if entry.row in kept:
+            place = int(starts[-1]) + kept.index(entry.row) * lanes + entry.lane
+            found[at < entry.plan.query[0]] = place
+        read[entry.lane].append(found)
         if entry.lane == 0:
             flat = (entry.row * scope.branches + entry.branch) * scope.width
             scatter.append(flat + wanted - scope.base[entry.row])
     return [np.concatenate(r) for r in read], np.concatenate(scatter)
+
+
+def _leads(
+    rows: Sequence[Row],
+    entries: Sequence[Entry],
+    starts: np.ndarray,
+    scope: Scope,
+    lanes: int,
+    send: Callable[[np.ndarray], Tensor],
+) -> Leads | None:
+    """Where the outputs before the windows of rows that keep them are, in each of R versions."""
+    keeping = [i for i, versions in enumerate(scope.plans) if versions[0].lead == "keep"]
+    if not keeping:
+        return None
+    tokens = np.zeros((len(keeping), lanes, scope.branches), dtype=np.int64)
+    for entry, start in zip(entries, starts[:-1], strict=True):
+        if entry.row in keeping:
+            before = rows[entry.row].window.start - 1
+            found = start + np.searchsorted(entry.plan.query, before)
+            tokens[keeping.index(entry.row), entry.lane, entry.branch] = found
+    return Leads(tuple(keeping), send(np.array(keeping)), send(tokens))
+
+
+def _choice(
+    rows: Sequence[Row],
+    entries: Sequence[Entry],
+    starts: np.ndarray,
+    scope: Scope,
+    send: Callable[[np.ndarray], Tensor],
+) -> Choice | None:
+    """What the branches of rows compute before their windows; None where that is nothing."""
+    found: dict[tuple[int, int], tuple[np.ndarray, list[np.ndarray]]] = {}
+    for i in sorted(range(len(entries)), key=lambda i: entries[i].branch):
+        entry = entries[i]
+        before = int(np.searchsorted(entry.plan.query, rows[entry.row].window.start))
+        if entry.branches == 1 or entry.slot is None or not before:
+            continue
+        places = entry.slot.places[entry.plan.query[:before]]
+        _, tokens = found.setdefault((entry.row, entry.lane), (places, []))
+        tokens.append(starts[i] + np.arange(before))
+    if not found:
+        return None
+    row = [np.full(len(places), key[0]) for key, (places, _) in found.items()]
+    spare = [parts[:1] * (scope.branches - len(parts)) for _, parts in found.values()]
+    tokens = [
+        np.stack([*parts, *more], axis=1)
+        for (_, parts), more in zip(found.values(), spare, strict=True)
+    ]
+    places = [places for places, _ in found.values()]
+    return Choice(*(send(np.concatenate(parts)) for parts in (row, places, tokens)))
 
 
 def _branch_windows(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import numpy as np
+from torch import Tensor
 
 from dlm_decode.caches import RowPlan, RowView
 from dlm_decode.errors import CapabilityError, RequestError
@@ -48,7 +49,12 @@ class TurnRecord:
 
 @dataclass
 class Row:
-    """The only mutable record of the engine; `tokens`, `editable`, `masked` are `(N,)`."""
+    """The only mutable record of the engine; `tokens`, `editable`, `masked` are `(N,)`.
+
+    `ahead` are the positions that the branches of the next forward fill, `stops` where the windows
+    of its versions end, the row's own first, if not all at the same place. `kept (lanes, D)` is the
+    output that predicts the window's first position, for a plan that wants it.
+    """
 
     request: Request
     tokens: np.ndarray
@@ -69,6 +75,9 @@ class Row:
     finishing: bool = False
     staying: bool = False
     branches: int = 1
+    ahead: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+    kept: Tensor | None = None
     block_ids: np.ndarray | None = None
     decided_at: np.ndarray = field(init=False)
     scores: np.ndarray = field(init=False)
@@ -134,10 +143,11 @@ class Row:
         self.drafted = (self.drafted or 0) + drafted
         self.accepted = (self.accepted or 0) + steps - 1
 
-    def charge(self, plan: RowPlan, copies: int) -> None:
-        """Account for one forward of `copies` (guidance lanes times branches) of the plan."""
+    def charge(self, versions: Sequence[RowPlan], lanes: int = 1) -> None:
+        """Account for one forward of the plans of the row and its branches, in guidance lanes."""
+        plan = versions[0]
         self.forwards[plan.kind] += 1
-        self.computed += len(plan.query) * copies
+        self.computed += sum(len(version.query) for version in versions) * lanes
         if plan.kind in ("refresh", "region"):
             self.since_refresh, self.refreshed_at = 0, self.commits
         elif self.since_refresh >= 0:
@@ -179,11 +189,15 @@ class Row:
         """Whether nothing is left to decide, and no other turn was asked for."""
         return not self.masked.any() and not self.staying
 
-    def advance(self, schedule: Schedule, steps: int = 1, *, stay: bool = False) -> None:
+    def advance(
+        self, schedule: Schedule, steps: int = 1, *, stay: bool = False, forget: bool = True
+    ) -> None:
         """Move on by `steps` turns' worth, and to the next window where the schedule says so.
 
-        Not if its window, in which nothing is masked, is to `stay` as it is for another turn.
+        Not if its window, in which nothing is masked, is to `stay` as it is for another turn. With
+        `forget` no branch outlives its block.
         """
+        self.stops = ()
         self.turn += steps
         self.step += steps
         if self.since_refresh >= 0:
@@ -196,8 +210,18 @@ class Row:
         self.last_start = self.window.start
         window = schedule.advance(self.span, self.window, self.masked)
         if window.index != self.window.index:
-            self.step, self.fresh, self.branches = 0, True, 1
+            self.step, self.fresh = 0, True
+            if forget:
+                self.branches, self.ahead = 1, ()
+        if schedule.opens_ahead and self.ahead:
+            self.stops = (window.stop, *(self._stop_with(place, schedule) for place in self.ahead))
         self.window = window
+
+    def _stop_with(self, place: int, schedule: Schedule) -> int:
+        """Where the next window would end if `place` were decided too."""
+        masked = self.masked.copy()
+        masked[place] = False
+        return schedule.advance(self.span, self.window, masked).stop
 
     def ends_from(self) -> int:
         """First position from which on nothing is frozen, N if the row never ends early."""

@@ -21,7 +21,7 @@ from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore
 from dlm_decode.models import DiffusionLM, SelfConditioned
 from dlm_decode.outcome import Settled, permitted, settle
-from dlm_decode.packing import Packed
+from dlm_decode.packing import Leads, Packed
 from dlm_decode.rows import TurnRecord
 from dlm_decode.samplers import Sampler
 from dlm_decode.schedules import Schedule
@@ -34,7 +34,7 @@ class Turn:
 
     `memory` is the sampler's state, `finishing (B,)` marks rows that have to commit all they can,
     `ban_end` and `demote_end` `(n,)` are as in `Scored`, `shadows (n,)` are the packed tokens that
-    shadow the scored positions, `branches` is R.
+    shadow the scored positions, `kept (m, D)` the outputs kept from earlier turns, `branches` is R.
     """
 
     canvas: Canvas
@@ -46,6 +46,7 @@ class Turn:
     demote_end: Tensor | None = None
     watch: Watch | None = None
     shadows: Tensor | None = None
+    kept: Tensor | None = None
     branches: int = 1
 
 
@@ -59,22 +60,26 @@ class DevicePart:
     draw: Draw
     cfg_scale: float = 0.0
 
-    def __call__(self, turn: Turn, store: KVStore | None) -> tuple[Tensor, Any]:
-        """All that was decided, for `Outcome.received`, and the sampler's new memory."""
+    def __call__(self, turn: Turn, store: KVStore | None) -> tuple[Tensor, Any, Tensor | None]:
+        """All that was decided, for `Outcome.received`, the sampler's new memory, and the outputs
+        to be kept, `(rows, lanes, D)` of those rows that keep any."""
         canvas = turn.canvas
-        output = self._output(turn, store)
+        output, hidden, attend = self._output(turn, store)
         focus = self.schedule.focus(canvas, output)
         if focus is not None:
             canvas = _focused(canvas, focus)
         decision, memory = self.sampler.decide(canvas, output, turn.memory)
+        if decision.winner is not None:
+            attend.choose(decision.winner)
         first = output if turn.branches == 1 else output.branch(0)
         if "window" in self.sampler.needs and self.sampler.scope == "block":
             first = permitted(canvas, first)
         settled = settle(canvas, first, decision, turn.finishing)
-        return _outcome(canvas, settled, first, decision, focus), memory
+        outcome = _outcome(canvas, settled, first, decision, focus)
+        return outcome, memory, _led(turn.packed.leads, hidden, decision.winner)
 
-    def _output(self, turn: Turn, store: KVStore | None) -> Output:
-        """The forward and its statistics, laid out over the windows."""
+    def _output(self, turn: Turn, store: KVStore | None) -> tuple[Output, Tensor, PackedAttention]:
+        """The forward's statistics laid out over the windows, its outputs `(T, D)`, how it went."""
         packed = turn.packed
         attend = PackedAttention(
             packed.groups,
@@ -85,17 +90,20 @@ class DevicePart:
             watch=turn.watch,
             windows=packed.windows,
             ragged=packed.ragged,
+            choice=packed.choice,
         )
         hidden = self._hidden(turn, attend)
         scored = _scored(turn)
-        stats = self._statistics(hidden, packed, scored)
+        read = hidden if turn.kept is None else torch.cat([hidden, turn.kept])
+        stats = self._statistics(read, packed, scored)
         if turn.shadows is not None:
             stats |= self._shadow_statistics(hidden[turn.shadows], scored)
         if attend.watched is not None:
             stats["attention"] = attend.watched
         rows, width = turn.canvas.tokens.shape
         shape = (rows, width) if turn.branches == 1 else (rows, turn.branches, width)
-        return Output({k: _spread(v, packed.scatter, shape) for k, v in stats.items()})
+        output = Output({k: _spread(v, packed.scatter, shape) for k, v in stats.items()})
+        return output, hidden, attend
 
     def _hidden(self, turn: Turn, attend: PackedAttention) -> Tensor:
         """The forward itself, with what the model believed before where it wants to know."""
@@ -156,6 +164,17 @@ class DevicePart:
         return guided
 
 
+def _led(leads: Leads | None, hidden: Tensor, winner: Tensor | None) -> Tensor | None:
+    """The outputs before the windows, those of the branch `winner (B,)` of each row."""
+    if leads is None:
+        return None
+    tokens = leads.tokens[..., 0]
+    if winner is not None:
+        of_row = winner[leads.row][:, None, None].expand(*tokens.shape, 1)
+        tokens = leads.tokens.gather(-1, of_row)[..., 0]
+    return hidden[tokens]
+
+
 def _scored(turn: Turn) -> Scored:
     """Noise keys and end-of-text policies of the scored positions, and whatever for padded ones."""
     canvas, query = turn.canvas, turn.query
@@ -210,15 +229,20 @@ def _outcome(
             decision.steps,
             decision.commits,
             decision.branches,
+            decision.winner,
         )
     ]
     planes = (settled.codes, settled.tokens, sure, order)
-    return torch.cat([*(plane.reshape(-1) for plane in planes), *per_row])
+    ahead = [] if decision.ahead is None else [decision.ahead.T.reshape(-1)]
+    return torch.cat([*(plane.reshape(-1) for plane in planes), *per_row, *ahead])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was decided, on the host: arrays `(B, W)`, and per row `(B,)`, -1 where not given."""
+    """What was decided, on the host: arrays `(B, W)`, and per row `(B,)`, -1 where not given.
+
+    `ahead` is `(B, k)`, k = 0 if not given.
+    """
 
     codes: np.ndarray
     tokens: np.ndarray
@@ -230,6 +254,8 @@ class Outcome:
     steps: np.ndarray
     commits: np.ndarray
     branches: np.ndarray
+    winner: np.ndarray
+    ahead: np.ndarray
 
     @classmethod
     def received(cls, flat: Tensor, rows: int, width: int) -> Outcome:
@@ -238,7 +264,10 @@ class Outcome:
         planes = flat[:size].reshape(4, rows, width)
         sure = planes[2].to(torch.int32).view(torch.float32).numpy()
         codes, tokens, _, order = planes.numpy()
-        return cls(codes, tokens, sure, order, *flat[size:].reshape(6, rows).numpy())
+        numbers = flat[size:].reshape(-1, rows).numpy()
+        done, stay, stop, steps, commits, branches, winner = numbers[:7]
+        per_row = done, stay, stop, steps, commits, branches, winner, numbers[7:].T
+        return cls(codes, tokens, sure, order, *per_row)
 
     def of_row(self, i: int) -> TurnRecord:
         commits = int(self.commits[i])

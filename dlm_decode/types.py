@@ -46,12 +46,13 @@ class Canvas:
 
     `tokens`, `positions` (absolute), `masked`, `editable`, `eligible` are `(B, W)`. `masked` marks
     undecided positions, `editable` those that are not frozen (prompt, given spans, padding),
-    `eligible` the masked ones that may be committed this turn. The rest is `(B,)`: `step` counts
-    turns since the window's block began, `turn` since the request began, `commits` the tokens
-    committed so far (it never falls), `block` and `blocks` are the block's index and the row's
-    number of blocks, `block_length` the request's, `[start, stop)` the block's window (with scope
-    "canvas" the tensors reach beyond it), `remaining` and `total` the masked and editable positions
-    of the whole row, `keys` the noise keys. `draw` is how tokens are drawn.
+    `eligible` the masked ones that may be committed this turn; where branches' windows differ, by
+    any of them, and each has valid statistics in its own window only. The rest is `(B,)`: `step`
+    counts turns since the window's block began, `turn` since the request began, `commits` the
+    tokens committed so far (it never falls), `block` and `blocks` are the block's index and the
+    row's number of blocks, `block_length` the request's, `[start, stop)` the block's window (with
+    scope "canvas" the tensors reach beyond it), `remaining` and `total` the masked and editable
+    positions of the whole row, `keys` the noise keys. `draw` is how tokens are drawn.
     """
 
     tokens: Tensor
@@ -93,7 +94,8 @@ class Query:
     sampler needs "soft_embeddings"). `probe (B, W, J)` are ids whose logits are wanted as
     `Output.probed`. `beliefs (B, R, W, V)` are logits of the turn before (-inf: none yet), told to
     models that are conditioned on them and to no others. `adaptive`: of the R branches a row uses
-    as many as its last decision named, 1 at first.
+    as many as its last decision named, 1 at first. Where the schedule opens blocks ahead and that
+    decision told what each branch fills, a branch's window ends where it would with that decided.
     """
 
     tokens: Tensor | None = None
@@ -178,6 +180,10 @@ class Decision:
     A decision that stands for several steps of another sampler says so: `steps (B,)` of them,
     `order (B, W)` the step (from 0) that each position was last written in, `commits (B,)` the
     tokens committed in them, `branches (B,)` the versions of the row wanted in the next forward.
+
+    One made among branches may name the `winner (B,)`: its window becomes the row's, and its K/V
+    those of what lies before the window. `ahead (B, R - 1)` are the absolute positions that each
+    branch of the next forward fills, -1 for those not wanted.
     """
 
     tokens: Tensor
@@ -193,6 +199,8 @@ class Decision:
     order: Tensor | None = None
     commits: Tensor | None = None
     branches: Tensor | None = None
+    winner: Tensor | None = None
+    ahead: Tensor | None = None
 
 
 @dataclass(frozen=True)

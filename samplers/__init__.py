@@ -27,14 +27,16 @@ class Sampler(Options):
     """Base of all samplers: options, declared needs, and three pure functions.
 
     `paper` names the source. `needs` lists the statistics asked of `Output`. `scope` is the window
-    a sampler works on: "block" (the schedule's window; state starts afresh with each block) or
-    "canvas" (all editable positions of the row; state lives as long as the request; only the
-    block's are eligible). `traits` declares "history" (decisions depend on earlier turns),
-    "revokes" (decided positions can be masked or changed again), "random" (the order is drawn even
-    at temperature 0, with default options) and "branches" (decisions depend on branches that the
-    query asks for, and differ where a turn has none), "renoises" (it keeps a canvas of random
-    tokens of its own, as models without a mask need), "eager" (its functions do what can't be
-    captured as a graph, such as reading a value on the host).
+    a sampler works on: "block" (the schedule's window; state starts afresh with each block), "row"
+    (the same window, but state lives as long as the request) or "canvas" (all editable positions of
+    the row; state lives as long as the request; only the block's are eligible).
+
+    `traits` declares "history" (decisions depend on earlier turns), "revokes" (decided positions
+    can be masked or changed again), "random" (the order is drawn even at temperature 0, with
+    default options) and "branches" (decisions depend on branches that the query asks for, and
+    differ where a turn has none), "renoises" (it keeps a canvas of random tokens of its own, as
+    models without a mask need), "eager" (its functions do what can't be captured as a graph, such
+    as reading a value on the host).
     """
 
     paper: ClassVar[str] = ""
@@ -47,7 +49,7 @@ class Sampler(Options):
 
     @property
     def scope(self) -> str:
-        """ "block" or "canvas", see the class."""
+        """ "block", "row" or "canvas", see the class."""
         return "block"
 
     @property
@@ -75,6 +77,9 @@ class Sampler(Options):
         """Choose tokens and positions. Pure tensor code: no host sync, nothing mutated."""
         raise NotImplementedError
 
+
+SCOPES = ("block", "row", "canvas")
+"""What a sampler works on, from the narrowest to the widest."""
 
 SAMPLERS: Registry[Sampler] = Registry("sampler", "dlm_decode.samplers", "dlm_decode.samplers")
 
@@ -132,7 +137,7 @@ class Wrapper(Sampler):
 
     @property
     def scope(self) -> str:
-        return "canvas" if "canvas" in (self.own_scope, self.inner.scope) else "block"
+        return max(self.own_scope, self.inner.scope, key=SCOPES.index)
 
     @property
     def asks(self) -> bool:
@@ -165,17 +170,18 @@ class Wrapper(Sampler):
         return where_rows(canvas.step == 0, self.begin(canvas), state["own"])
 
     def _inner_state(self, view: Canvas, state: Any) -> Any:
-        if self.inner.scope == self.scope:
+        if self.inner.scope in ("row", self.scope):
             return state["inner"]
         return where_rows(view.step == 0, self.inner.init(view), state["inner"])
 
     def _view(self, canvas: Canvas) -> Canvas:
         """The canvas that the inner would see alone; tensors keep their width."""
-        return canvas if self.inner.scope == self.scope else block_view(canvas)
+        narrower = self.scope == "canvas" != self.inner.scope
+        return block_view(canvas) if narrower else canvas
 
     def _shown(self, view: Canvas, output: Output) -> Output:
         """The output with `valid` only where it would be for the inner alone."""
-        meant = view.eligible if self.inner.scope == "block" else view.masked
+        meant = view.masked if self.inner.scope == "canvas" else view.eligible
         meant = view.editable if "decided" in self.inner.needs else meant
         meant = meant.view(meant.shape[0], *[1] * (output.valid.ndim - 2), meant.shape[1])
         return Output({**output.stats, "valid": output.valid & meant})

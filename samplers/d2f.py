@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.options import option
-from dlm_decode.samplers import SAMPLERS, Sampler
+from dlm_decode.samplers import SAMPLERS, Sampler, in_window
 from dlm_decode.scores import LAWS, commit_candidates, confidence
 from dlm_decode.types import Canvas, Decision, Output
 
@@ -39,22 +39,28 @@ class D2f(Sampler):
 
     def decide(self, canvas: Canvas, output: Output, state: Any) -> tuple[Decision, Any]:
         c = confidence(output, law=self.law)
-        block = _blocks(canvas)
-        sure = canvas.eligible & (c > self.threshold)
-        waits = ~self._activated(canvas, block) | (_count(sure, block) > 0)
-        forced = _best_of_each(c, canvas.eligible & ~waits.gather(-1, block), block)
-        return commit_candidates(canvas, output, sure | forced, c), state
+        return commit_candidates(
+            canvas, output, confident(canvas, c, self.threshold, self.activation), c
+        ), state
 
-    def _activated(self, canvas: Canvas, block: Tensor) -> Tensor:
-        """Which blocks `(B, W)` of the window may be forced, by the one before each."""
-        inside = (canvas.positions >= canvas.start[:, None]) & (
-            canvas.positions < canvas.stop[:, None]
-        )
-        size = _count(inside, block).clamp(min=1)
-        decided = _count(inside & ~canvas.masked, block)
-        enough = (decided / size).roll(1, dims=-1) >= self.activation
-        enough[:, 0].fill_(True)
-        return enough
+
+def confident(canvas: Canvas, c: Tensor, threshold: float, activation: float) -> Tensor:
+    """The eligible positions of `c (B, W)` above `threshold`, and the best one of each activated
+    block that has none, `(B, W)`."""
+    block = _blocks(canvas)
+    sure = canvas.eligible & (c > threshold)
+    waits = ~_activated(canvas, block, activation) | (_count(sure, block) > 0)
+    return sure | _best_of_each(c, canvas.eligible & ~waits.gather(-1, block), block)
+
+
+def _activated(canvas: Canvas, block: Tensor, activation: float) -> Tensor:
+    """Which blocks `(B, W)` of the window may be forced, by the one before each."""
+    inside = in_window(canvas)
+    size = _count(inside, block).clamp(min=1)
+    decided = _count(inside & ~canvas.masked, block)
+    enough = (decided / size).roll(1, dims=-1) >= activation
+    enough[:, 0].fill_(True)
+    return enough
 
 
 def _blocks(canvas: Canvas) -> Tensor:

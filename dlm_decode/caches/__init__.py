@@ -71,12 +71,15 @@ class RowPlan:
     everything stored, below position `stop` where that is given; "region" is a window that counts
     as a refresh of the row. `only`, where given, limits this
     turn's eligible positions to `[a, b)`. What a block-causal model may not see is never seen.
+    `lead`, for models whose output at i - 1 predicts i: "keep" keeps the output before the window
+    for later turns, "kept" lets the one kept last predict the window's first position.
     """
 
     query: np.ndarray
     kind: Kind
     only: tuple[int, int] | None = None
     stop: int | None = None
+    lead: Literal["keep", "kept"] | None = None
 
 
 class LayerHook:
@@ -122,7 +125,8 @@ class CachePolicy(Options):
     `exactness` is "exact" (logits equal a forward over the whole row) or "approximate". `stores`
     says whether rows need a place in the K/V store. `refreshes_blocks`: what a later block sees of
     an earlier one is computed anew when the block begins, never taken from the turns in between.
-    `regimes` are the kinds of attention it is meant for. `runs_layers`: hooks are `PartialHook`s.
+    `regimes` are the kinds of attention it is meant for. `sees_behind`: what a model with full
+    attention sees behind the window is not cut off. `runs_layers`: hooks are `PartialHook`s.
 
     A position that is masked or changed again is computed in the next turn by every policy here,
     for all of them compute the open positions of the window.
@@ -132,6 +136,7 @@ class CachePolicy(Options):
     exactness: ClassVar[Exactness] = "approximate"
     stores: ClassVar[bool] = True
     regimes: ClassVar[frozenset[Regime]] = frozenset({"full"})
+    sees_behind: ClassVar[bool] = True
     runs_layers: ClassVar[bool] = False
 
     @property

@@ -46,11 +46,13 @@ class Schedule(Options):
     """Base of all schedules. `paper` names the source.
 
     `keeps_windows` promises that a window changes only once it has no mask, so that the steps of a
-    sampler inside it can be foreseen.
+    sampler inside it can be foreseen. `opens_ahead`: a window may reach further the more is decided
+    in it, and so further in a branch of the row than in the row itself.
     """
 
     paper: ClassVar[str] = ""
     keeps_windows: ClassVar[bool] = False
+    opens_ahead: ClassVar[bool] = False
 
     def bound(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> Schedule:
         """The schedule for a model, with texts among its options turned into ids."""

@@ -23,6 +23,7 @@ class Pipeline(Schedule):
     """
 
     paper: ClassVar[str] = "D2F, arXiv:2508.09192"
+    opens_ahead: ClassVar[bool] = True
 
     add: float = option(
         0.1, "tau_add, decided share of the last block that opens the next one", above=0, high=1

@@ -28,7 +28,7 @@ from tests.contract.cases import (
     observe,
     outcome,
 )
-from tests.contract.test_caches import fresh_logits, watched
+from tests.contract.test_caches import fresh_logits, watched, yardstick
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILY_MODELS)
 
@@ -109,7 +109,8 @@ def test_an_exact_cache_changes_nothing_and_any_nothing_after_a_refresh(case: Co
         for ours, theirs in zip(cached.rows, plain.rows, strict=True):
             assert commits(ours) == commits(theirs)
     notes = [
-        watched(case.model, CACHES.create(name), case.schedule)[:2] for name in ("none", case.cache)
+        watched(case.model, cache, case.schedule)[:2]
+        for cache in (yardstick(case.cache), CACHES.create(case.cache))
     ]
     for ours, theirs in zip(*map(fresh_logits, notes), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)

@@ -93,12 +93,16 @@ class Network:
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
         start: int = 0,
+        seen: Tensor | None = None,
+        fresh: KVCache | None = None,
     ) -> Tensor:
         """Raw logits `(B, Q, V)` of ids `(B, Q)` at positions `start ..`.
 
-        `attention_mask` `(B, N)`: 1 marks real tokens, full forwards only. `cache` decides by its
-        length: empty, it is filled; `start` long (prefix cache), the new K/V are appended for this
-        call only; longer (dual cache), slots `start ..` are overwritten and everything attended.
+        `attention_mask` `(B, N)`: 1 marks real tokens, full forwards only; `seen (Q, N)` which keys
+        each query sees. `fresh`, an empty list, is filled with the fed positions' own K/V. `cache`
+        decides by its length: empty, it is filled; `start` long (prefix cache), the new K/V are
+        appended for this call only; longer (dual cache), slots `start ..` are overwritten and
+        everything attended.
         """
         self.calls.append((ids.shape[0], start, ids.shape[1]))
         fill = cache is not None and not cache
@@ -109,10 +113,13 @@ class Network:
         bias = None
         if attention_mask is not None:
             bias = attention_mask.bool()[:, None, None, :]  # keys only: pads are never attended
+        bias = bias if seen is None else seen
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
             h = self._norm(x, layer["norm1"][0])
             q, k, v = (self._project(h, layer[name]) for name in "qkv")
+            if fresh is not None:
+                fresh.append((k, v))
             if fill:
                 assert cache is not None
                 cache.append((k, v))

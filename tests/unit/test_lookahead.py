@@ -10,14 +10,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlm_decode.api import Decoder
+from dlm_decode import engine, packing
+from dlm_decode.api import Decoder, load
+from dlm_decode.attention import Choice, Group, PackedAttention
 from dlm_decode.errors import CapabilityError
-from dlm_decode.models.toy import copy_task, from_table
+from dlm_decode.kv import KVStore
+from dlm_decode.models import forced as force
+from dlm_decode.models.toy import copy_task, from_table, random_dream
+from dlm_decode.rows import make_row
 from dlm_decode.samplers import SAMPLERS, Sampler
+from dlm_decode.schedules import SCHEDULES
 from dlm_decode.types import Output, Request
-from tests.golden import golden_cases, requires_golden
+from tests.golden import Case, golden_cases, golden_path, requires_golden
+from tests.reference import lopa
+from tests.reference.network import Network
 from tests.unit.sampler_cases import chosen, make_canvas
-from tests.unit.wrapper_cases import decode, ragged_requests, steps_of
+from tests.unit.test_golden_decode import rows_of
+from tests.unit.wrapper_cases import decode, ragged_requests, steps_of, toy
+
+CPU = torch.device("cpu")
+
+
+def published_cases(decoder: str) -> list[Any]:
+    found = golden_cases("dream-tiny-a", "decode_lopa_d2f")
+    return [pytest.param(c, id=c["name"]) for c in found if c["decoder"] == decoder]
 
 
 def make(name: str, **options: Any) -> Sampler:
@@ -54,7 +70,8 @@ def test_the_branch_with_the_surest_rest_wins() -> None:
     first = Output({**plain.stats, "valid": plain.valid & unused})
     decision, state = sampler.decide(canvas, first, sampler.init(canvas))
     assert chosen(decision) == [0] and int(decision.branches[0]) == 3
-    assert state["place"][0].nonzero().tolist() == [[0, 1], [1, 2]], "the two surest masks left"
+    assert state["place"].equal(canvas.positions[:, 1:3]), "the two surest masks left"
+    assert decision.ahead is state["place"]
     assert state["token"][0].tolist() == [1, 2]
     after = replace(canvas, eligible=torch.tensor([[False, True, True, True]]))
     query = sampler.query(after, state)
@@ -66,7 +83,8 @@ def test_the_branch_with_the_surest_rest_wins() -> None:
         ([[0, 0.5, 0.5, 0.5], [0, 0, 0.8, 0.2], [0, 0.4, 0, 0.4]], 1, {1: 1, 2: 12}),
     ):
         decision, _ = sampler.decide(after, branches(rows), state)
-        assert chosen(decision) == sorted(commits), winner
+        assert chosen(decision) == sorted(commits)
+        assert int(decision.winner[0]) == winner
         assert all(int(decision.tokens[0, p]) == t for p, t in commits.items())
 
 
@@ -74,7 +92,7 @@ def test_a_row_that_would_be_full_is_as_sure_as_can_be() -> None:
     sampler = make("lopa", lookahead=1)
     canvas = make_canvas(masked=torch.tensor([[False, False, True]]), vocab_size=100)
     state = sampler.init(canvas)
-    state = state | {"place": canvas.masked[:, None], "token": torch.tensor([[7]])}
+    state = state | {"place": canvas.positions[:, 2:], "token": torch.tensor([[7]])}
     decision, _ = sampler.decide(canvas, branches([[0, 0, 0.999], [0, 0, 0.2]]), state)
     assert int(decision.tokens[0, 2]) == 7 and int(decision.branches[0]) == 1
 
@@ -89,25 +107,150 @@ def test_looking_ahead_takes_fewer_forwards_and_tells_what_they_cost() -> None:
     assert costs[0] > costs[1]
 
 
-@requires_golden
-def test_published_branches_over_d2f_have_windows_of_their_own() -> None:
-    """Why those traces are not ours (D2F's own are, see test_d2f.py).
+def test_a_branch_can_be_judged_by_its_least_confident_masks_and_its_token() -> None:
+    canvas = make_canvas(width=5, vocab_size=100)
+    after = replace(canvas, eligible=canvas.positions > canvas.positions[:, :1])
+    rows = [[0, 0.6, 0.6, 0.6, 0.6], [0, 0, 0.99, 0.9, 0.1], [0, 0.5, 0, 0.5, 0.5]]
+    state = {
+        "place": canvas.positions[:, 1:3],
+        "token": torch.tensor([[1, 2]]),
+        "sure": torch.tensor([[0.5, 0.9]], dtype=torch.float64),
+    }
+    for options, winner in (
+        ({}, 1),  # 0.6, 0.663 and 0.5
+        ({"lowest": 0.7}, 0),  # of 4 and 3 masks the lowest 2: 0.6, 0.5 and 0.5
+        ({"lowest": 0.0}, 0),  # one of them
+        ({"token_weight": 0.5}, 0),  # beside 1, 0.5 and 0.9: 0.8, 0.582 and 0.7
+        ({"token_weight": 1.0}, 0),
+    ):
+        decision, _ = make("lopa", lookahead=2, **options).decide(after, branches(rows), state)
+        assert int(decision.winner[0]) == winner, options
 
-    In three of the four a lookahead token opens the next block for its branch alone, so that the
-    forwards of one step differ in length; here a row's branches share its window. The fourth goes
-    on with its branches when a block is finished; here a new window begins without any.
+
+# ------------------------------------------------------------------- windows of a branch's own
+
+
+def test_a_branch_opens_the_next_block_for_itself() -> None:
+    """Half of a block opens the next one; what a branch fills counts in that branch alone."""
+    pipeline = SCHEDULES.create("pipeline", {"add": 0.5})
+    row = make_row(Request([1] * 4, gen_length=8, block_length=4), toy().info, pipeline, seed=0)
+    row.masked[4] = False
+    row.ahead = 6, 9
+    row.advance(pipeline)
+    assert row.window.stop == 8 and row.stops == (8, 12, 8)
+    row.advance(SCHEDULES.create("fixed"))
+    assert row.stops == (), "most schedules never look beyond the window in use"
+
+
+def pipelined(sampler: str, cache: str, *, forced: bool, batch: int = 8, **options: Any) -> Any:
+    model = random_dream(2, hidden=16, heads=2, kv_heads=1, vocab=32, dtype=torch.float64)
+    if forced:
+        model.info = force(model.info, 4)
+    requests = [replace(r, gen_length=12, block_length=4) for r in ragged_requests()]
+    given = {"schedule.add": 1.0} | {k.replace("__", "."): v for k, v in options.items()}
+    decoder = Decoder(
+        model, sampler, cache, "pipeline", options=given, max_batch_size=batch, debug=True
+    )
+    return [r for group in batches(requests, batch) for r in decoder.generate(group)]
+
+
+def batches(requests: list[Request], size: int) -> list[list[Request]]:
+    return [requests[i : i + size] for i in range(0, len(requests), size)]
+
+
+LOOKING: dict[str, Any] = {"lopa.lookahead": 3, "lopa.threshold": 0.95, "lopa.activation": 0.9}
+
+
+@pytest.mark.parametrize("sampler", ["lopa", "prophet+lopa"])
+@pytest.mark.parametrize("cache", ["block_causal", "in_flight", "in_flight-kept"])
+def test_rows_whose_branches_differ_in_length_decode_alone_as_in_a_batch(
+    sampler: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: set[int] = set()
+    packed = packing.pack
+
+    def noting(rows: Any, scored: Any, scope: packing.Scope, **rest: Any) -> Any:
+        lengths.update(len({len(plan.query) for plan in plans}) for plans in scope.plans)
+        return packed(rows, scored, scope, **rest)
+
+    monkeypatch.setattr(engine, "pack", noting)
+    name, _, lead = cache.partition("-")
+    options = LOOKING | ({"cache.lead": lead} if lead else {})
+    given: dict[str, Any] = {"forced": name == "block_causal", **options}
+    together, alone = (pipelined(sampler, name, batch=batch, **given) for batch in (8, 1))
+    assert steps_of(together) == steps_of(alone)
+    costs = [[r.trace.computed_positions for r in results] for results in (together, alone)]
+    assert costs[0] == costs[1] and 2 in lengths
+
+
+def test_an_exact_cache_changes_no_branch() -> None:
+    """Sequential against packed: without a cache each branch is a row of its own."""
+    runs = [pipelined("lopa", cache, forced=True, **LOOKING) for cache in ("none", "block_causal")]
+    assert steps_of(runs[0]) == steps_of(runs[1])
+    none = pipelined("lopa", "none", forced=True, **LOOKING | {"lopa.lookahead": 0})
+    assert steps_of(none) != steps_of(runs[0])
+    plain = pipelined("d2f", "none", forced=True, d2f__threshold=0.95, d2f__activation=0.9)
+    assert steps_of(none) == steps_of(plain), "without branches it is D2F"
+
+
+def test_the_winners_keys_are_stored() -> None:
+    store = KVStore(toy().info, pages=1, page_length=8, dtype=torch.float64, device=CPU)
+    versions = Choice(*(torch.tensor(x) for x in ([0, 0, 1], [2, 5, 7], [[0, 1], [2, 3], [4, 4]])))
+    attend = PackedAttention((Group(0, 1, 5, own=True),), store, choice=versions)
+    heads, size = toy().info.kv_heads, toy().info.head_size
+    k, v = torch.randn(2, 5, heads, size, dtype=torch.float64)
+    attend(0, k, k, v)
+    attend.choose(torch.tensor([1, 0]))
+    assert torch.equal(store.keys[0].data[[2, 5, 7]], k[[1, 3, 4]])
+    assert torch.equal(store.values[0].data[[2, 5, 7]], v[[1, 3, 4]])
+    assert not store.keys[0].data[[0, 1, 3, 4, 6]].any()
+
+
+def test_a_kept_output_is_not_read_beside_its_forward() -> None:
+    for sampler, what in (("dos", "attention"), ("wino", "shadows")):
+        with pytest.raises(CapabilityError, match=rf"{what}.*lead computed"):
+            pipelined(sampler, "in_flight", forced=False, cache__lead="kept")
+
+
+@requires_golden
+@pytest.mark.parametrize("case", published_cases("lopa.enhanced_speculative"))
+def test_the_published_branches_over_d2f(case: Case) -> None:
+    """Turn by turn what the code commits, with branches of different length in three of the four.
+
+    With full attention the winner's K/V are kept, and the output before the window too.
     """
-    found = golden_cases("dream-tiny-a", "decode_lopa_d2f")
-    ahead = [case for case in found if case["decoder"] == "lopa.enhanced_speculative"]
-    mixed = []
-    for case in ahead:
-        most = case["run_stats"]["max_active_branches"]
-        (first, *lengths) = [query for _, _, query in case["forwards"]]
-        steps = [lengths[i : i + most] for i in range(0, 3 * most, most)]
-        assert first == len(case["prompt_ids"][0]) + case["settings"]["block_size"]
-        mixed.append(any(len(set(step)) > 1 for step in steps))
-    assert mixed == [True, True, True, False]
-    assert not ahead[-1]["settings"]["use_full_attention"]
+    s, (prompt,) = case["settings"], rows_of(case)
+    full = s["use_full_attention"]
+    loaded = load(
+        golden_path("dream-tiny-a"), dtype="float32", forcing=None if full else s["block_size"]
+    )
+    options = {
+        "lopa.lookahead": s["branching_factor"],
+        "lopa.threshold": s["skip_threshold"],
+        "lopa.activation": s["decoded_token_threshold"],
+        "lopa.lowest": float(s["branch_topp"]),
+        "lopa.token_weight": float(s["selection_conf_alpha"]),
+        "schedule.add": s["block_add_threshold"],
+    } | ({"cache.lead": "kept"} if full else {})
+    cache = "in_flight" if full else "block_causal"
+    decoder = Decoder(loaded.model, "lopa", cache, "pipeline", options=options, debug=True)
+    request = Request(
+        prompt,
+        gen_length=s["max_new_tokens"],
+        block_length=s["block_size"],
+        stop_at_eos=False,
+    )
+    (result,) = decoder.generate([request])
+    ids, turns = lopa.generate(Network(golden_path("dream-tiny-a")), case)
+    assert list(result.ids) == case["final_ids"][0] == ids
+    assert steps_of([result])[0] == [sorted(turn.commits) for turn in turns]
+    assert result.forwards == case["parallel_steps"] - 1, "the last turn there only finds the end"
+    fed = sum(length for _, _, length in case["forwards"])
+    leads = result.trace.computed_positions - fed
+    assert leads == 0 if full else 0 < leads < case["nfe"]
+    other = Request(prompt[2:], gen_length=8, block_length=s["block_size"], stop_at_eos=False)
+    among = decoder.generate([other, request])[1]
+    assert steps_of([among]) == steps_of([result])
 
 
 # ------------------------------------------------------------------------------------------- imh

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.golden import Case, golden_cases, golden_json, golden_path, requires_golden
-from tests.reference import dinfer, dream, llada
+from tests.reference import dinfer, dream, llada, lopa
 from tests.reference.network import KVCache, Network, Trace, crop
 
 pytestmark = requires_golden
@@ -308,3 +308,18 @@ def test_schedules() -> None:
         assert llada.quotas(row["masks"], row["steps"]) == row["out"]
     for row in tables["dream.quota"]:
         assert dream.dream_quotas(row["masks"], row["steps"], row["eps"]) == row["out"]
+
+
+# ----------------------------------------------------------- LoPA over D2F
+
+LOPA = golden_cases("dream-tiny-a", "decode_lopa_d2f")
+LOPA = [case for case in LOPA if case["decoder"] == "lopa.enhanced_speculative"]
+
+
+@pytest.mark.parametrize("case", LOPA or [{}], ids=[case["name"] for case in LOPA] or ["-"])
+def test_lopa_over_d2f(case: Case) -> None:
+    net = Network(golden_path("dream-tiny-a"))
+    ids, turns = lopa.generate(net, case)
+    assert [ids] == case["final_ids"] and len(net.calls) == case["nfe"]
+    assert [length for turn in turns for length in turn.fed] == [q for _, _, q in case["forwards"]]
+    assert len(turns) == case["parallel_steps"] - 1

@@ -169,7 +169,7 @@ def record(codes: list[int], tokens: list[int]) -> TurnRecord:
 
 
 def turn(row: Row, codes: list[int], tokens: list[int]) -> None:
-    row.charge(RowPlan(np.arange(row.length), "full"), 1)
+    row.charge([RowPlan(np.arange(row.length), "full")])
     row.apply(row.window.start, record(codes, tokens))
     row.advance(FIXED)
 
@@ -210,15 +210,15 @@ def test_since_refresh_counts_from_a_refresh_only() -> None:
     query = np.arange(row.length)
     seen = []
     for kind in ("full", "full", "refresh", "window", "full", "refresh"):
-        row.charge(RowPlan(query, kind), 1)
+        row.charge([RowPlan(query, kind)])
         seen.append(row.since_refresh)
     assert seen == [-1, -1, 0, 1, 2, 0]
 
 
 def test_costs_count_every_copy() -> None:
     row = row_of(Request([1, 2], gen_length=4))
-    row.charge(RowPlan(np.arange(6), "refresh"), 2)
-    row.charge(RowPlan(np.arange(3), "window"), 4)
+    row.charge([RowPlan(np.arange(6), "refresh")], 2)
+    row.charge([RowPlan(np.arange(3), "window")] * 2, 2)
     assert row.computed == 24 and dict(row.forwards) == {"refresh": 1, "window": 1}
 
 
