@@ -369,7 +369,8 @@ class Engine:
             if stop >= 0 and stop != row.window.stop:
                 row.window = replace(row.window, stop=stop)
             stay, forget = int(outcome.stay[i]) > 0, self.sampler.scope == "block"
-            row.advance(self.schedule, record.steps, stay=stay, forget=forget)
+            ends = self.model.info.end_ids
+            row.advance(self.schedule, record.steps, stay=stay, forget=forget, end_ids=ends)
 
     def _settle_rows(self, state: _Flight) -> Iterator[tuple[Row, Generation | None]]:
         """Report every row; finished ones give back their place first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -190,12 +190,18 @@ class Row:
         return not self.masked.any() and not self.staying
 
     def advance(
-        self, schedule: Schedule, steps: int = 1, *, stay: bool = False, forget: bool = True
+        self,
+        schedule: Schedule,
+        steps: int = 1,
+        *,
+        stay: bool = False,
+        forget: bool = True,
+        end_ids: Sequence[int] = (),
     ) -> None:
         """Move on by `steps` turns' worth, and to the next window where the schedule says so.
 
         Not if its window, in which nothing is masked, is to `stay` as it is for another turn. With
-        `forget` no branch outlives its block.
+        `forget` no branch outlives its block. Behind one of the `end_ids` no block is opened ahead.
         """
         self.stops = ()
         self.turn += steps
@@ -208,20 +214,28 @@ class Row:
         if self.staying or not self.masked.any():
             return
         self.last_start = self.window.start
-        window = schedule.advance(self.span, self.window, self.masked)
+        span = self._opening(end_ids) if schedule.opens_ahead else self.span
+        window = schedule.advance(span, self.window, self.masked)
         if window.index != self.window.index:
             self.step, self.fresh = 0, True
             if forget:
                 self.branches, self.ahead = 1, ()
         if schedule.opens_ahead and self.ahead:
-            self.stops = (window.stop, *(self._stop_with(place, schedule) for place in self.ahead))
+            with_each = (self._stop_with(place, schedule, span) for place in self.ahead)
+            self.stops = (window.stop, *with_each)
         self.window = window
 
-    def _stop_with(self, place: int, schedule: Schedule) -> int:
+    def _opening(self, end_ids: Sequence[int]) -> Span:
+        """The part of the row that may be opened: up to its window's end if it ends in there."""
+        open_now = self.masked[self.window.start : self.window.stop].any()
+        ends = open_now and self._last(end_ids) is not None
+        return replace(self.span, stop=self.window.stop) if ends else self.span
+
+    def _stop_with(self, place: int, schedule: Schedule, span: Span) -> int:
         """Where the next window would end if `place` were decided too."""
         masked = self.masked.copy()
         masked[place] = False
-        return schedule.advance(self.span, self.window, masked).stop
+        return schedule.advance(span, self.window, masked).stop
 
     def ends_from(self) -> int:
         """First position from which on nothing is frozen, N if the row never ends early."""
@@ -241,10 +255,15 @@ class Row:
         ends = np.isin(self.tokens, end_ids) & ~self.masked & own
         return int(ends.argmax()) if ends.any() else None
 
+    def _last(self, end_ids: Sequence[int]) -> int | None:
+        """Position of the end id that the row is to end at: nothing frozen follows it."""
+        end = self.first_end(end_ids) if self.request.stop_at_eos else None
+        return end if end is not None and self.editable[end:].all() else None
+
     def ended(self, end_ids: Sequence[int], revokes: bool) -> bool:
         """Whether everything before the first end id is settled and nothing frozen follows it."""
-        end = self.first_end(end_ids) if self.request.stop_at_eos else None
-        if end is None or self.staying or not self.editable[end:].all():
+        end = self._last(end_ids)
+        if end is None or self.staying:
             return False
         settled = not self.masked[self.span.start : end].any()
         window = slice(self.window.start, self.window.stop)

@@ -18,8 +18,9 @@ class Pipeline(Schedule):
 
     Discrete diffusion forcing (D2F), arXiv:2508.09192. The window reaches from the first unfinished
     block to the end of the last opened one; a turn opens at most one, when the decided share of the
-    last one is at least `add`. Made for block-causal models, where what stands in a block behind
-    changes nothing before it, and for the sampler `d2f`.
+    last one is at least `add`, and none behind an end id that the row ends at. Made for
+    block-causal models, where what stands in a block behind changes nothing before it, and for the
+    samplers `d2f` and `lopa`.
     """
 
     paper: ClassVar[str] = "D2F, arXiv:2508.09192"

@@ -109,6 +109,19 @@ def test_a_block_opens_once_the_last_one_is_decided_in_part() -> None:
     assert PIPELINE.advance(span, window, masked) == Window(12, 14, 2), "two were"
 
 
+@pytest.mark.parametrize("stops", [True, False])
+def test_no_block_opens_behind_the_end_of_the_row(stops: bool) -> None:
+    info = forced(random_dream().info, 4)
+    end = info.end_ids[0]
+    row = make_row(Request([3] * 4, gen_length=12, stop_at_eos=stops), info, PIPELINE, seed=0)
+    row.tokens[6:8], row.masked[6:8] = (5, end), False
+    row.advance(PIPELINE, end_ids=info.end_ids)
+    assert row.window.stop == (8 if stops else 12)
+    row.tokens[7] = 5
+    row.advance(PIPELINE, end_ids=info.end_ids)
+    assert row.window.stop == 12, "the end was taken back"
+
+
 def test_a_window_always_has_a_mask() -> None:
     span, masked = Span(0, 12, 4), np.zeros(12, dtype=bool)
     masked[10] = True
