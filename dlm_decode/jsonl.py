@@ -113,9 +113,12 @@ def _refuse_misspelt(content: Mapping[str, Any]) -> None:
 
 
 def _refuse_duplicate(row: Row, rows: Mapping[str, Row]) -> None:
-    if row.key in rows:
-        first = rows[row.key].line
-        raise RequestError(f"id {row.id!r} is already used on line {first}; ids must differ")
+    if row.key not in rows:
+        return
+    first = rows[row.key]
+    unnamed = any(one.key == str(one.line) for one in (row, first))
+    why = " (a row without an id takes the number of its line)" if unnamed else ""
+    raise RequestError(f"id {row.id!r} is already used on line {first.line}; ids must differ{why}")
 
 
 def _row_id(value: Any, number: int) -> str | int:
