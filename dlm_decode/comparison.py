@@ -18,6 +18,7 @@ from dlm_decode.compose import chain_classes
 from dlm_decode.errors import CapabilityError, OptionError
 from dlm_decode.eval.statistics import aup, wilson
 from dlm_decode.models.loading import LoadedModel
+from dlm_decode.options import acts
 from dlm_decode.tasks import FAMILIES, Item, held_out, verify
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
@@ -26,14 +27,16 @@ KNOBS: Mapping[str, tuple[Any, ...]] = {
     "factor": (0.25, 0.5, 1.0, 1.5, 2.0),
     "gamma": (0.01, 0.05, 0.1, 0.3, 1.0),
     "tau": (0.01, 0.03, 0.1, 0.3),
-    "tau_conf": (0.95, 0.9, 0.8, 0.7),
+    "tau_low": (0.9, 0.8, 0.7, 0.6, 0.5),
     "conf_threshold": (0.95, 0.9, 0.8, 0.7),
     "epsilon": (0.01, 0.03, 0.1, 0.3),
-    "tau_decode": (0.0, 0.01, 0.03, 0.1),
+    "tau_decode": (0.0, 0.01, 0.03, 0.1, 0.3),
     "base": (2, 3, 4),
     "steps": (48, 32, 24, 16),
+    "n": (2, 3, 4),
 }
-"""The option that trades accuracy for speed, the first that a sampler has, and its values."""
+"""The option that trades accuracy for speed, the first that a sampler has and uses by default, and
+its values."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,7 @@ def parse_method(text: str) -> Method:
     if given:
         return Method(name, None, (None,), fixed)
     layer, cls = list(classes.items())[-1]
-    known = cls.__dataclass_fields__
-    knob = next((key for key in KNOBS if key in known), None)
+    knob = next((key for key in KNOBS if acts(cls, key)), None)
     return Method(name) if knob is None else Method(name, f"{layer}.{knob}", KNOBS[knob])
 
 

@@ -11,8 +11,9 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from dlm_decode.errors import OptionError
@@ -31,9 +32,14 @@ def option(
     high: float | None = None,
     above: float | None = None,
     choices: tuple[Any, ...] | None = None,
+    only: Mapping[str, Container[Any]] = MappingProxyType({}),
 ) -> Any:
-    """Declare a field: `low`/`high` are inclusive bounds, `above` an exclusive lower one."""
-    metadata = {"help": help, "low": low, "high": high, "above": above, "choices": choices}
+    """Declare a field: `low`/`high` are inclusive bounds, `above` an exclusive lower one.
+
+    An option that some values of others leave without effect tells `only` with which it has one.
+    """
+    bounds = {"low": low, "high": high, "above": above, "choices": choices}
+    metadata = {"help": help, "only": only, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -71,6 +77,16 @@ def describe_options(config: type[Options]) -> list[OptionInfo]:
         for f in dataclasses.fields(config)
         if "help" in f.metadata
     ]
+
+
+def acts(config: type[Options], name: str) -> bool:
+    """Whether a configuration has an option that has an effect while all others are the default."""
+    fields = {f.name: f for f in dataclasses.fields(config) if "help" in f.metadata}
+    if name not in fields:
+        return False
+    return all(
+        fields[other].default in values for other, values in fields[name].metadata["only"].items()
+    )
 
 
 def build(config: type[T], values: Mapping[str, Any]) -> T:

@@ -28,7 +28,9 @@ class Dawn(Sampler):
     As the published code: all layers, and only what is both in F and in I blocks
     (`blockers="both"`; the text suggests either). Derived: sinks are told by the window's rows, and
     anchors are tokens of the window (`anchors="canvas"`: of all blocks), whose probability is at
-    hand, so that the prompt is none. tau_sink is meant for rows of hundreds of positions.
+    hand, so that the prompt is none. tau_sink is meant for rows of hundreds of positions: of
+    N positions each gets 1 / N on average, so that in rows of less than 100 nearly all are sinks
+    and all above tau_low are independent.
     """
 
     paper: ClassVar[str] = "DAWN, arXiv:2602.06953"

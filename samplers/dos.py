@@ -44,8 +44,12 @@ class Dos(QuotaSampler):
         "how many tokens a step commits",
         choices=("quota", "threshold", "entropy_bound"),
     )
-    threshold: float = option(0.9, "confidence that is enough, for that rule", low=0.0)
-    gamma: float = option(0.1, "bound in nats, for that rule", low=0.0)
+    threshold: float = option(
+        0.9, "confidence that is enough, for that rule", low=0.0, only={"rule": ("threshold",)}
+    )
+    gamma: float = option(
+        0.1, "bound in nats, for that rule", low=0.0, only={"rule": ("entropy_bound",)}
+    )
     times_confidence: bool = option(False, "multiply scores by the confidence")
     tau_sink: float = option(
         0.2, "mean attention above which a position is a sink", low=0.0, high=1.0

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dlm_decode import comparison
+from dlm_decode.api import Decoder
 from dlm_decode.cli import main
 from dlm_decode.comparison import KNOBS, Method, Point, parse_method
 from dlm_decode.errors import CapabilityError, OptionError, UnknownNameError
 from dlm_decode.eval.statistics import aup
+from dlm_decode.models import DiffusionLM
 from dlm_decode.models.loading import bundled_model_path
+from dlm_decode.models.toy import random_llada
+from dlm_decode.samplers import SAMPLERS
+from dlm_decode.types import Request
 
 
 def test_methods_are_written_as_text() -> None:
@@ -26,6 +33,35 @@ def test_methods_are_written_as_text() -> None:
     )
     assert parse_method("lopa:threshold=0.9").options(None) == {"threshold": "0.9"}
     assert parse_method("left_to_right").options(16) == {"left_to_right.steps": 16}
+
+
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS.names() if name != "renoise"])
+def test_what_is_varied_has_an_effect(sampler: str) -> None:
+    """The ends of a sampler's usual values commit in different turns or to different tokens.
+
+    `renoise` is for models without a mask; `imh` decides one token a turn, whatever it is told.
+    """
+    method = parse_method(sampler)
+    if method.knob is None:
+        assert sampler == "imh"
+        return
+    request = Request([3, 5, 7, 2], gen_length=18, block_length=18, stop_at_eos=False)
+    runs = []
+    for value in (method.values[0], method.values[-1]):
+        decoder = Decoder(random_model(), sampler, options=method.options(value))
+        (result,) = decoder.generate(request)
+        runs.append([(s.positions, s.tokens) for s in result.trace.steps])
+    assert runs[0] != runs[1], method
+
+
+@cache
+def random_model() -> DiffusionLM:
+    return random_llada(1, hidden=16, heads=2, vocab=32, dtype=torch.float64)
+
+
+def test_an_option_that_its_defaults_leave_idle_is_not_varied() -> None:
+    assert parse_method("dos").knob == "dos.steps"
+    assert parse_method("dos:rule=threshold;threshold=0.9,0.5").knob == "threshold"
 
 
 @pytest.mark.parametrize(
