@@ -2,7 +2,8 @@
 
 What each does otherwise was read in: Tencent/WeDLM's README, dLLM's sampler for Nemotron-Labs-
 Diffusion, Steerling's modelling code, SGLang's list of block diffusion models, DreamOn's
-configuration and generation code.
+configuration and generation code, the configurations of UDLM and GIDD and their repositories'
+READMEs. Of Efficient-DLM only the model card was found, and that its weights are called edlm.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ NEMOTRON = (
     "an attention that no family here has"
 )
 
+UNIFORM = "its noise is random tokens, in part at least, which no sampler here follows"
+
 KINDS: Mapping[str, str] = {
-    "wedlm": "its attention is causal over tokens that are reordered as they are decided",
+    "edlm": "what its context attends to and where its blocks begin could not be established",
+    "gidd": UNIFORM,
     "nemotron_labs_diffusion": NEMOTRON,
     "nemotron_labs_diffusion_vlm": NEMOTRON,
     "steerling": "its head reads sums of concepts that its hidden states are taken apart into",
+    "udlm": UNIFORM,
+    "wedlm": "its attention is causal over tokens that are reordered as they are decided",
 }
 """`model_type` -> why not."""
 
@@ -46,7 +52,8 @@ def causal_hint(config: Mapping[str, Any]) -> str:
     if kind not in (*LAYOUTS, "gpt2"):
         return ""
     return (
-        f". A {kind} that was adapted to diffusion under that name, as DiffuLLaMA, DiffuGPT and "
-        f'Open-dCoder were, loads with "{SHIFT}" in its config.json: 1 if the output at position i '
-        "predicts token i + 1 (all of these), 0 if token i"
+        f". A {kind} that was adapted to diffusion under full attention and kept that name, as "
+        f'DiffuLLaMA, DiffuGPT and Open-dCoder did, loads with "{SHIFT}" in its config.json: 1 if '
+        "the output at position i predicts token i + 1 (all of these), 0 if token i; ReFusion and "
+        "SDLM, which see their context causally, do not"
     )
