@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -176,3 +177,29 @@ def open_positions(request: Request) -> list[int]:
 
 def make(name: str, **options: Any) -> Sampler:
     return SAMPLERS.create(name, options)
+
+
+class Laws:
+    """What holds of every sampler in these files: a test class of each derives from it, and the
+    file's fixture `sampler` says of which ones."""
+
+    def test_no_host_sync(self, sampler: Sampler) -> None:
+        check_fake(sampler)
+
+    def test_pure(self, sampler: Sampler) -> None:
+        check_pure(sampler)
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("cache", ["none", "dual"])
+    def test_batched_is_alone(self, sampler: Sampler, cache: str, temperature: float) -> None:
+        check_batched_is_alone(exact_llada(), sampler, cache, temperature)
+
+    def test_batched_is_alone_with_a_shift(self, sampler: Sampler) -> None:
+        check_batched_is_alone(exact_dream(), sampler, "prefix", 0.0)
+
+
+class RowLaws(Laws):
+    """Laws of samplers that ask for one forward a turn and no more."""
+
+    def test_a_row_is_decided_as_if_alone(self, sampler: Sampler) -> None:
+        check_row_alone(sampler)

@@ -13,11 +13,7 @@ from dlm_decode.errors import OptionError
 from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.types import Canvas
 from tests.unit.dependency_cases import (
-    check_batched_is_alone,
-    check_fake,
-    check_pure,
-    check_row_alone,
-    exact_dream,
+    RowLaws,
     exact_llada,
     generate,
     make,
@@ -49,26 +45,8 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
     return SAMPLERS.create(*request.param)
 
 
-def test_no_host_sync(sampler: Sampler) -> None:
-    check_fake(sampler)
-
-
-def test_pure(sampler: Sampler) -> None:
-    check_pure(sampler)
-
-
-def test_a_row_is_decided_as_if_alone(sampler: Sampler) -> None:
-    check_row_alone(sampler)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_batched_is_alone(sampler: Sampler, cache: str, temperature: float) -> None:
-    check_batched_is_alone(exact_llada(), sampler, cache, temperature)
-
-
-def test_batched_is_alone_with_a_shift_and_the_prefix_cache(sampler: Sampler) -> None:
-    check_batched_is_alone(exact_dream(), sampler, "prefix", 0.0)
+class TestLaws(RowLaws):
+    """Those of `dependency_cases`."""
 
 
 def taken(

@@ -17,10 +17,7 @@ from dlm_decode.models.toy import copy_task, from_table, shuffle_task, xor_task
 from dlm_decode.samplers import SAMPLERS, Sampler
 from dlm_decode.types import Canvas, Draw, Generation, Output, Request
 from tests.unit.dependency_cases import (
-    check_batched_is_alone,
-    check_fake,
-    check_pure,
-    exact_dream,
+    Laws,
     exact_llada,
     generate,
     leaves,
@@ -37,22 +34,8 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
     return SAMPLERS.create("punt", request.param)
 
 
-def test_no_host_sync(sampler: Sampler) -> None:
-    check_fake(sampler)
-
-
-def test_pure(sampler: Sampler) -> None:
-    check_pure(sampler)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("cache", ["none", "dual"])
-def test_batched_is_alone(sampler: Sampler, cache: str, temperature: float) -> None:
-    check_batched_is_alone(exact_llada(), sampler, cache, temperature)
-
-
-def test_batched_is_alone_with_a_shift(sampler: Sampler) -> None:
-    check_batched_is_alone(exact_dream(), sampler, "prefix", 0.0)
+class TestLaws(Laws):
+    """Those of `dependency_cases`."""
 
 
 # ------------------------------------------------------------------------------------ one decision
