@@ -19,7 +19,9 @@ from dlm_decode.machine import automatic_dtype
 from dlm_decode.models import DiffusionLM, ModelInfo, forced
 from dlm_decode.models.backbone import compile_layers, prepack_layers
 from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
+from dlm_decode.models.placement import Devices
 from dlm_decode.options import Options, unknown_option_message
+from dlm_decode.ranks import local_device, model_ranks
 from dlm_decode.registry import Registry
 from dlm_decode.rows import Row, check_request, make_row
 from dlm_decode.samplers import Sampler
@@ -30,6 +32,8 @@ from dlm_decode.types import Draw, Frame, Generation, Request
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Device = str | torch.device
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Request
 """Text, chat messages, token ids, or a ready `Request`."""
 
@@ -38,11 +42,12 @@ def load(
     name_or_path: str | Path | None = None,
     *,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    device: Device | Sequence[Device] | Mapping[Device, int] | None = None,
     compile: bool = False,
     prepack: bool = False,
     forcing: int | None = None,
     adapter: str | Path | None = None,
+    tensor_parallel: bool = False,
 ) -> LoadedModel:
     """A model and its tokenizer from a folder or hub id; the bundled tiny model by default.
 
@@ -53,13 +58,25 @@ def load(
     tokens; they must not be replaced afterwards. `adapter` is a
     folder with a LoRA adapter in peft's form, merged into the weights (extra `lora`). `forcing` is
     the block length of a checkpoint that was trained on by diffusion forcing (D2F), which its files
-    do not tell. Raises `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for
-    too little memory.
+    do not tell. The layers go over several devices ("cuda:0,cuda:1" or a list) in proportion to
+    their free memory, or as a mapping from devices to numbers of layers says. `tensor_parallel`
+    loads this process's part of every layer, see `dlm_decode.models.tensor_parallel`: all processes
+    of torch's process group (torchrun begins it) make the same calls, to the same results. Raises
+    `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
     """
     if name_or_path is None:
         name_or_path, dtype = bundled_model_path(), dtype or torch.float32
-    place = _device(device)
-    loaded = load_model(name_or_path, dtype=_dtype(dtype, place), device=place)
+    if tensor_parallel:
+        _check_parallel(device, compile=compile, prepack=prepack, adapter=adapter)
+        device = local_device(None if device is None else str(device))
+    places = _devices(device)
+    first = places if isinstance(places, torch.device) else next(iter(places))
+    ranks = model_ranks(first) if tensor_parallel else None
+
+    def read() -> LoadedModel:
+        return load_model(name_or_path, dtype=_dtype(dtype, first), device=places, ranks=ranks)
+
+    loaded = read() if ranks is None else ranks.agreed(read)
     if adapter is not None:
         from dlm_decode.models.adapters import merge_adapter
 
@@ -73,6 +90,16 @@ def load(
     return loaded
 
 
+def _check_parallel(device: Any, **others: Any) -> None:
+    """Raise `CapabilityError` for what does not go with `tensor_parallel`."""
+    several = isinstance(device, (list, tuple, Mapping)) or "," in str(device)
+    given = [name for name, value in (("several devices", several), *others.items()) if value]
+    if given:
+        raise CapabilityError(
+            f"tensor_parallel does not go with {' and '.join(given)}: leave one of them out"
+        )
+
+
 def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
     if dtype is None:
         return None
@@ -82,6 +109,21 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as float32, got {dtype!r}")
     return found
+
+
+def _devices(
+    device: Device | Sequence[Device] | Mapping[Device, int] | None,
+) -> Devices:
+    """One device, or several, each of which can be used."""
+    if isinstance(device, Mapping):
+        return {_device(name): _checked("device", n, int, low=1) for name, n in device.items()}
+    named = device.split(",") if isinstance(device, str) else device
+    if named is None or isinstance(named, torch.device):
+        return _device(named)
+    found = [_device(name) for name in named]
+    if not found:
+        raise OptionError("device names none: give at least one")
+    return found[0] if len(found) == 1 else found
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -129,8 +129,21 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="fuse parts of the layers, which takes a minute"
     )
     add_prepack(group)
-    group.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1 ...; default: cpu")
+    group.add_argument(
+        "--device",
+        metavar="D",
+        help="cpu, cuda, cuda:1 ...; several (cuda:0,cuda:1) share the layers; default: cpu",
+    )
     group.add_argument("--threads", metavar="N", type=positive_int, help="CPU threads")
+
+
+def add_parallel(parser: argparse.ArgumentParser) -> None:
+    """One model shared by several processes."""
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="share every layer among the processes that torchrun started; the first one writes",
+    )
 
 
 def add_prepack(parser: argparse._ActionsContainer) -> None:
@@ -184,7 +197,7 @@ def _options(args: argparse.Namespace) -> dict[str, str]:
 
 
 def load_model(args: argparse.Namespace) -> LoadedModel:
-    """The model that `add_machine`'s arguments describe."""
+    """The model that `add_machine`'s arguments describe, and `add_parallel`'s where there are."""
     from dlm_decode.api import load
 
     return load(
@@ -195,6 +208,7 @@ def load_model(args: argparse.Namespace) -> LoadedModel:
         prepack=args.prepack,
         forcing=args.forcing,
         adapter=args.adapter,
+        tensor_parallel=getattr(args, "tensor_parallel", False),
     )
 
 

@@ -12,6 +12,7 @@ another kernel, see `dlm_decode.ragged`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from dlm_decode.caches import LayerHook, PartialHook
 from dlm_decode.kv import KVStore
 from dlm_decode.models import LayerParts
 from dlm_decode.ragged import Ragged, attend
+from dlm_decode.tree import flattened, refilled
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,16 @@ class PackedAttention:
         self._versions = choice
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         self._watched: Tensor | None = None
+        self._home = self
+
+    def on(self, device: torch.device) -> PackedAttention:
+        """The same attention for layers on another device: its indices there, its record here."""
+        moved = copy(self)
+        for name in ("_groups", "_write_from", "_write_to", "_watch", "_ragged"):
+            tree = getattr(self, name)
+            indices, _ = flattened(tree)
+            setattr(moved, name, refilled(tree, (index.to(device) for index in indices)))
+        return moved
 
     @property
     def watched(self) -> Tensor | None:
@@ -305,9 +317,9 @@ class PackedAttention:
         """
         assert self._watch is not None
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        if self._watched is None:
+        if self._home._watched is None:
             shape = (self._watch.count + 1, self._watch.width)
-            self._watched = q.new_zeros(shape, dtype=exact)
+            self._home._watched = q.new_zeros(shape, dtype=exact)
         queries = rearrange(q[part.queries], "b w (g s) k -> b g (s w) k", g=keys.shape[1])
         scores = queries.to(exact) @ keys.to(exact).transpose(-1, -2) * q.shape[-1] ** -0.5
         width = part.queries.shape[1]
@@ -320,8 +332,8 @@ class PackedAttention:
         if kept is not None:
             whole = lines.new_zeros(len(lines), self._watch.width)
             lines = whole.index_copy_(1, kept, lines)
-        into = self._watched[:, : lines.shape[-1]]
-        into.index_add_(0, part.target, lines)
+        into = self._home._watched[:, : lines.shape[-1]]
+        into.index_add_(0, part.target.to(into.device), lines.to(into.device))
 
     def _context(
         self,

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dlm_decode.attention import Watch
-from dlm_decode.caches import CachePolicy, LayerHook, RowPlan, RowView, check_fit
+from dlm_decode.caches import CACHES, CachePolicy, LayerHook, RowPlan, RowView, check_fit
 from dlm_decode.canvas import build_canvas, window_base, window_width
 from dlm_decode.errors import CapabilityError
 from dlm_decode.graphs import MOST_TOKENS, Graphs, check_static
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM, ModelInfo
+from dlm_decode.models import DiffusionLM, ModelInfo, layer_devices, share_of
 from dlm_decode.packing import Packed, Scope, pack, record_writes, watched_parts
 from dlm_decode.ragged import takes_flex
 from dlm_decode.rows import Row
@@ -82,6 +82,7 @@ class Engine:
                 f"guidance (cfg_scale) masks the prompt, and {self.model.info.family} has no mask"
             )
         check_fit(self.cache, self.model.info)
+        check_whole(self.model, self.cache, self.sampler, self.draw)
         self.storage.check(self.cache, self.model, self.lanes)
 
     @property
@@ -123,9 +124,14 @@ class Engine:
         kept = None
         if self.graphs is not None:
             kept, self.graphs.store = self.graphs.store, None
-        return Residents.open(
-            rows, self.model, self.storage, lanes=self.lanes, batch=self.max_batch_size, kept=kept
-        )
+        lanes, batch, share = self.lanes, self.max_batch_size, share_of(self.model)
+
+        def opened() -> Residents:
+            return Residents.open(
+                rows, self.model, self.storage, lanes=lanes, batch=batch, kept=kept
+            )
+
+        return opened() if share is None else share.ranks.agreed(opened)
 
     def _admit(self, state: _Flight, waiting: deque[Row]) -> None:
         """Let rows in, in their order, while there are places in the batch and in the store."""
@@ -413,6 +419,23 @@ def _check_computed(packed: Packed, what: str) -> None:
         raise CapabilityError(
             f"{what} can't be read where a cache keeps the output before the window (lead kept): "
             "take lead computed"
+        )
+
+
+def check_whole(model: DiffusionLM, cache: CachePolicy, sampler: Sampler, draw: Draw) -> None:
+    """Raise `CapabilityError` for what a model in parts, by layers or by heads, does not allow."""
+    parted = share_of(model) is not None
+    if type(cache).hook is not CachePolicy.hook and (parted or len(set(layer_devices(model))) > 1):
+        where = "several processes" if parted else "several devices"
+        raise CapabilityError(
+            f"cache {CACHES.name_of(cache)} looks into the layers, which lie on {where}: choose "
+            "another cache or load the model on one device"
+        )
+    if parted and ("logits" in sampler.needs or draw.filters):
+        what = "top_k or top_p" if draw.filters else "this sampler"
+        raise CapabilityError(
+            f"{what} reads whole rows of logits, which tensor_parallel never brings together: "
+            "leave one of the two out"
         )
 
 

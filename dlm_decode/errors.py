@@ -30,5 +30,9 @@ class CheckpointError(DlmDecodeError, ValueError):
     """A checkpoint folder that is missing, incomplete, misshapen or of an unknown family."""
 
 
+class ParallelError(DlmDecodeError, RuntimeError):
+    """Another process of those that share a model failed, so that this one can't go on either."""
+
+
 class CapacityError(DlmDecodeError, MemoryError):
     """A request that does not fit into the memory set aside for it; the message has the numbers."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dlm_decode.errors import CapabilityError
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM
+from dlm_decode.models import DiffusionLM, layer_devices, share_of
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.tree import flattened, refilled
 
@@ -112,7 +112,9 @@ def graphs_for(model: DiffusionLM) -> Graphs:
 
 
 def check_static(model: DiffusionLM) -> None:
-    """Raise `CapabilityError` for a model whose layers depend on values."""
+    """Raise `CapabilityError` for a model whose layers depend on values or lie apart."""
+    if share_of(model) is not None or len(set(layer_devices(model))) > 1:
+        raise CapabilityError("graphs need a whole model on one device: leave graphs out")
     if not isinstance(model, Backbone) or model.config.experts is not None:
         raise CapabilityError(
             f"graphs need a dense model of one shape, which {model.info.family} is not: leave "

@@ -12,13 +12,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from dlm_decode.kernels import Drawn, HeadPlan, Law, Scored, TileStats, kernel_for, reference
+from dlm_decode.kernels import (
+    Drawn,
+    HeadPlan,
+    Law,
+    Scored,
+    TileStats,
+    kernel_for,
+    reference,
+)
 from dlm_decode.kernels.reference import FLOOR, in_statistics_dtype
 from dlm_decode.models.prepacked import CHUNK
+from dlm_decode.ranks import Ranks, Share
+from dlm_decode.tree import flattened, refilled
 from dlm_decode.types import Canvas, Draw, Output
 
 Tile = Callable[[int, int], Tensor]
@@ -28,9 +39,16 @@ _CPU_TILE_BYTES = 1 << 21
 _DEVICE_TILE_BYTES = 1 << 26
 
 
-def statistics(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
-    """Every statistic that `plan` asks for, each `(n,)` (logits `(n, V)`); names as in `Output`."""
-    stats = _by_rows(tile, scored, plan) if plan.by_rows else _by_tiles(tile, scored, plan)
+def statistics(
+    tile: Tile, scored: Scored, plan: HeadPlan, share: Share | None = None
+) -> dict[str, Tensor]:
+    """Every statistic that `plan` asks for, each `(n,)` (logits `(n, V)`); names as in `Output`.
+
+    With a `share` this process reads tiles of its own columns alone, and what all processes found
+    is merged as tiles are: the logits are never brought together.
+    """
+    assert share is None or not plan.by_rows, "the engine refuses what reads whole rows"
+    stats = _by_rows(tile, scored, plan) if plan.by_rows else _by_tiles(tile, scored, plan, share)
     return stats if scored.demote_end is None else _demoted(stats, scored.demote_end, plan)
 
 
@@ -62,18 +80,22 @@ def tile_width(count: int, plan: HeadPlan, device: torch.device, itemsize: int) 
     return max(columns // step * step, 256)
 
 
-def _by_tiles(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
+def _by_tiles(tile: Tile, scored: Scored, plan: HeadPlan, share: Share | None) -> dict[str, Tensor]:
+    columns = range(plan.vocab_size) if share is None else share.columns
     count = scored.positions.shape[0]
     width = tile_width(count, plan, scored.positions.device, 4)
     merged: TileStats | None = None
     probed: Tensor | None = None
-    for start in range(0, plan.vocab_size, width):
-        stop = min(start + width, plan.vocab_size)
+    for start in columns[::width]:
+        stop = min(start + width, columns.stop)
         logits = _banned(tile(start, stop), start, scored, plan)
         if scored.probe is not None:
             probed = _probe_tile(probed, logits, start, scored.probe)
         merged = _merge(merged, kernel_for(logits)(logits, start, scored, plan))
     assert merged is not None
+    if share is not None:
+        merged = reduce(_merge, _gathered(merged, share.ranks))
+        probed = None if probed is None else share.ranks.total(probed)
     stats = _named(merged, plan)
     return stats if probed is None else stats | {"probed": probed}
 
@@ -124,6 +146,17 @@ def _banned(logits: Tensor, start: int, scored: Scored, plan: HeadPlan) -> Tenso
             if start <= end < stop:
                 logits[:, end - start].masked_fill_(scored.ban_end, -torch.inf)
     return logits
+
+
+def _gathered(found: TileStats, ranks: Ranks) -> list[TileStats]:
+    """What every process found, in the order of their ids: one transfer of a few numbers a row.
+
+    All of them travel as fp64, which holds fp32 and ids exactly.
+    """
+    tensors, _ = flattened(found)
+    everyone = ranks.gathered(torch.stack([value.double() for value in tensors]))
+    sorts = [value.dtype for value in tensors]
+    return [refilled(found, map(Tensor.to, lines, sorts)) for lines in everyone]
 
 
 def _merge(a: TileStats | None, b: TileStats) -> TileStats:

@@ -85,7 +85,10 @@ def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class KVStore:
-    """K and V of `pages` pages of `page_length` positions for every layer."""
+    """K and V of `pages` pages of `page_length` positions for every layer, on the layer's device.
+
+    `device` is that of all layers, or one for each.
+    """
 
     def __init__(
         self,
@@ -94,14 +97,14 @@ class KVStore:
         pages: int,
         page_length: int,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | Sequence[torch.device],
     ) -> None:
         self.page_length = page_length
         self._holders = np.zeros(pages, dtype=np.int64)
-        pools = [
-            Pool.empty(pages * page_length, info, dtype, device) for _ in range(2 * info.layers)
-        ]
-        self.keys, self.values = pools[: info.layers], pools[info.layers :]
+        homes = [device] * info.layers if isinstance(device, torch.device) else device
+        self.keys, self.values = (
+            [Pool.empty(pages * page_length, info, dtype, home) for home in homes] for _ in range(2)
+        )
 
     @property
     def addresses(self) -> tuple[int, ...]:

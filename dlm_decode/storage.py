@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +13,7 @@ from dlm_decode.caches import CachePolicy
 from dlm_decode.errors import CapabilityError, CapacityError
 from dlm_decode.kv import KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
-from dlm_decode.models import DiffusionLM
+from dlm_decode.models import DiffusionLM, layer_devices
 from dlm_decode.options import Options, option
 from dlm_decode.packing import NEAR
 from dlm_decode.rows import Row
@@ -110,10 +111,10 @@ class Residents:
         if kept is not None and kept.free_pages == kept.pages >= pages:
             return cls(kept, lanes=lanes, shares=storage.share_prompts, room=room)
         what = f"K/V of {min(len(rows), batch)} rows"
-        require_bytes(pages * size, model.device, what, REMEDY)
-        store = KVStore(
-            info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=model.device
-        )
+        homes = layer_devices(model)
+        for home, layers in Counter(homes).items():
+            require_bytes(pages * size * layers // info.layers, home, what, REMEDY)
+        store = KVStore(info, pages=pages, page_length=PAGE_LENGTH, dtype=dtype, device=homes)
         return cls(store, lanes=lanes, shares=storage.share_prompts, room=room)
 
     def admit(self, row: Row) -> bool:

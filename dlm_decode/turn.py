@@ -19,7 +19,7 @@ from torch import Tensor
 from dlm_decode.attention import PackedAttention, Watch
 from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import KVStore
-from dlm_decode.models import DiffusionLM, SelfConditioned
+from dlm_decode.models import DiffusionLM, SelfConditioned, share_of
 from dlm_decode.outcome import Settled, permitted, settle
 from dlm_decode.packing import Leads, Packed
 from dlm_decode.rows import TurnRecord
@@ -99,7 +99,7 @@ class DevicePart:
         if turn.shadows is not None:
             stats |= self._shadow_statistics(hidden[turn.shadows], scored)
         if attend.watched is not None:
-            stats["attention"] = attend.watched
+            stats["attention"] = self._attention(attend.watched.to(self.model.device))
         rows, width = turn.canvas.tokens.shape
         shape = (rows, width) if turn.branches == 1 else (rows, turn.branches, width)
         output = Output({k: _spread(v, packed.scatter, shape) for k, v in stats.items()})
@@ -133,12 +133,17 @@ class DevicePart:
         mixed = torch.where((weights > 0).any(-1, keepdim=True), mixed, hard[target])
         return ids, hard.index_copy(0, target, mixed)
 
+    def _attention(self, watched: Tensor) -> Tensor:
+        """The mean over all heads; each process that shares the model watched as many of them."""
+        share = share_of(self.model)
+        return watched if share is None else torch.stack(share.ranks.gathered(watched)).mean(0)
+
     def _statistics(self, hidden: Tensor, packed: Packed, scored: Scored) -> dict[str, Tensor]:
         """Statistics of the scored positions, each `(n, ...)`."""
         info, needs = self.model.info, self.sampler.needs
         lanes = [hidden.index_select(0, read) for read in packed.read]
         plan = HeadPlan(info.vocab_size, needs, self.draw, info.mask_id, info.end_ids)
-        stats = statistics(self._tile(lanes), scored, plan)
+        stats = statistics(self._tile(lanes), scored, plan, share_of(self.model))
         if "hidden" in needs:
             stats["hidden"] = lanes[0]
         stats["valid"] = torch.ones_like(packed.scatter, dtype=torch.bool)
@@ -148,7 +153,8 @@ class DevicePart:
         """What the shadows predict, under the names of `Output` behind "shadow_"."""
         info = self.model.info
         plan = HeadPlan(info.vocab_size, frozenset(), Draw(), info.mask_id, info.end_ids)
-        stats = statistics(self._tile([hidden]), replace(scored, demote_end=None), plan)
+        plain = replace(scored, demote_end=None)
+        stats = statistics(self._tile([hidden]), plain, plan, share_of(self.model))
         return {f"shadow_{name}": value for name, value in stats.items()}
 
     def _tile(self, lanes: Sequence[Tensor]) -> Callable[[int, int], Tensor]:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from torch import Tensor, device, dtype
 
 from dlm_decode.errors import CapabilityError, OptionError
+from dlm_decode.ranks import Share
 from dlm_decode.registry import Registry
 
 Regime = Literal["full", "block_causal"]
@@ -44,6 +45,24 @@ def row_runs(attend: Attend) -> Sequence[tuple[int, int]]:
     if runs is None:
         raise CapabilityError("this model computes whole rows, and this forward has only parts")
     return runs
+
+
+def layer_devices(model: DiffusionLM) -> tuple[device, ...]:
+    """Where each layer lies, and so its K/V: where the model is, unless it says otherwise."""
+    own: tuple[device, ...] | None = getattr(model, "layer_devices", None)
+    return (model.device,) * model.info.layers if own is None else own
+
+
+def share_of(model: DiffusionLM) -> Share | None:
+    """This process's share of a model that several hold together; None if it has all of it."""
+    share: Share | None = getattr(model, "share", None)
+    return share
+
+
+def attend_on(attend: Attend, home: device) -> Attend:
+    """The attention of a forward for layers on another device than its tokens are."""
+    moved: Callable[[device], Attend] | None = getattr(attend, "on", None)
+    return attend if moved is None else moved(home)
 
 
 def row_windows(attend: Attend) -> Sequence[tuple[int, int]]:

@@ -6,19 +6,21 @@ that the engine hands in. Letters as in `dlm_decode.models`, and F for the feed-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlm_decode.errors import CapabilityError, CheckpointError
-from dlm_decode.models import Attend, ModelInfo
+from dlm_decode.models import Attend, ModelInfo, attend_on
 from dlm_decode.models.feed_forward import Experts, ExpertsConfig, SwiGLU, parameter
 from dlm_decode.models.prepacked import columns, forget, linear, prepack
 from dlm_decode.models.published import SpecialIds
+from dlm_decode.ranks import Ranks, Share
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.ranks: Ranks | None = None
         width, query_size = config.hidden_size, config.heads * config.head_size
         qkv_size = query_size + 2 * config.kv_heads * config.head_size
         self.attn_norm = parameter(width, device=device, dtype=dtype)
@@ -157,14 +160,18 @@ class Block(nn.Module):
     ) -> Tensor:
         """What attention adds to `x (T, D)`."""
         mixed = attend(*self.project(x, cos, sin))
-        return linear(mixed.flatten(1), self.out)
+        return self._total(linear(mixed.flatten(1), self.out))
 
     def feed(self, x: Tensor, blocks: Tensor | None = None) -> Tensor:
         """What the feed-forward network adds to `x (T, D)`; `blocks` as in `Experts`."""
         x = rms_norm(x, self.ff_norm, self.config.rms_eps)
         if isinstance(self.feed_forward, Experts):
-            return self.feed_forward(x, blocks)
-        return self.feed_forward(x)
+            return self._total(self.feed_forward(x, blocks))
+        return self._total(self.feed_forward(x))
+
+    def _total(self, part: Tensor) -> Tensor:
+        """The sum of what all processes that share the layer add to the hidden states."""
+        return part if self.ranks is None else self.ranks.total(part)
 
     def values(self, x: Tensor) -> Tensor:
         """Values `(T, G, K)` of `x (T, D)`."""
@@ -233,6 +240,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.info, self.published = config, info, dict(published)
+        self.share: Share | None = None
         table = (config.embedding_rows, config.hidden_size)
         self.embed = parameter(*table, device=device, dtype=dtype)
         layers = range(config.layers)
@@ -240,11 +248,17 @@ class Backbone(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = parameter(config.hidden_size, device=device, dtype=dtype)
         self.head = self.embed if config.tied else parameter(*table, device=device, dtype=dtype)
-        self._place_angles()
+        self.place_angles()
 
     @property
     def device(self) -> torch.device:
-        return self.embed.device
+        """Where the LM head lies, and with it all that is decided."""
+        return self.head.device
+
+    @property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """Where each layer lies, see `dlm_decode.models.placement`."""
+        return tuple(cast("Block", block).attn_norm.device for block in self.blocks)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -254,16 +268,19 @@ class Backbone(nn.Module):
         self, ids: Tensor, positions: Tensor, attend: Attend, *, embeds: Tensor | None = None
     ) -> Tensor:
         """Hidden states after the final norm `(T, D)` of `ids (T,)` at `positions (T,)`."""
-        x = self.embedding(ids) if embeds is None else embeds
-        cos, sin = self.rotation(positions)
-        blocks = self._expert_blocks(positions, attend)
-        run = getattr(attend, "run_layer", None)
-        for layer, block in enumerate(self.blocks):
+        x, home = self._embedded(ids) if embeds is None else embeds, ids.device
+        run, here = getattr(attend, "run_layer", None), None
+        for layer, (block, device) in enumerate(zip(self.blocks, self.layer_devices, strict=True)):
+            if device != here:
+                x, positions, here = x.to(device), positions.to(device), device
+                seen = attend if device == home else attend_on(attend, device)
+                cos, sin = self.rotation(positions)
+                blocks = self._expert_blocks(positions, attend)
             if run is not None:
                 x = run(layer, _Parts(block, cos, sin), x)
             else:
-                x = block(x, cos, sin, lambda q, k, v, layer=layer: attend(layer, q, k, v), blocks)
-        return rms_norm(x, self.norm, self.config.rms_eps)
+                x = block(x, cos, sin, partial(seen, layer), blocks)
+        return rms_norm(x.to(self.norm.device), self.norm, self.config.rms_eps)
 
     def _expert_blocks(self, positions: Tensor, attend: Attend) -> Tensor | None:
         """A number `(T,)` for each row's block, where its tokens choose their experts together."""
@@ -275,17 +292,38 @@ class Backbone(nn.Module):
         return row * self.config.max_positions + positions // (self.info.block_length or 32)
 
     def embedding(self, ids: Tensor) -> Tensor:
-        """Input embeddings `(..., D)` of `ids (...)`."""
-        return F.embedding(ids, self.embed)
+        """Input embeddings `(..., D)` of `ids (...)`, where those are."""
+        return self._embedded(ids).to(ids.device)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """The embeddings where they lie; of a share, the ids that it lacks come from others."""
+        ids = ids.to(self.embed.device)
+        if self.share is None:
+            return F.embedding(ids, self.embed)
+        row = ids - self.share.columns.start
+        lacking = (row < 0) | (row >= len(self.embed))
+        found = F.embedding(row.masked_fill(lacking, 0), self.embed)
+        return self.share.ranks.total(found.masked_fill(lacking[..., None], 0.0))
 
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`."""
+        """`hidden (n, D)` to the columns `[start, stop)` of the vocabulary, `(n, S)`.
+
+        Raises `CapabilityError` for columns outside this process's share.
+        """
         end = self.config.vocab_size if stop is None else min(stop, self.config.vocab_size)
-        return columns(hidden, self.head, start, end)
+        if self.share is None:
+            return columns(hidden, self.head, start, end)
+        own = self.share.columns
+        if start < own.start or end > own.stop:
+            raise CapabilityError(
+                "this reads whole rows of logits, which tensor_parallel never brings together: "
+                "load the model in one process"
+            )
+        return columns(hidden, self.head, start - own.start, end - own.start)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines `(T, 1, K)` and signed sines `(T, 1, K)` for `rotate`, of `positions (T,)`."""
-        cos, sin = self._angles[positions].unsqueeze(1).unbind(-2)
+        cos, sin = self._table(positions.device)[positions].unsqueeze(1).unbind(-2)
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         if self.config.rope_full_precision:
             return cos, sin
@@ -293,35 +331,41 @@ class Backbone(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Every stored tensor under its published name: views, to be read or filled in place."""
-        named = {
-            self.names["embed"]: self.embed.detach(),
-            self.names["norm"]: self.norm.detach(),
-        }
-        if not self.config.tied:
-            named[self.names["head"]] = self.head.detach()
+        return {name: view for name, _, view in self.stored_parts()}
+
+    def stored_parts(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Every stored tensor: its published name, its part's name in `names`, and the view."""
+        ends = ("embed", "norm") if self.config.tied else ("embed", "norm", "head")
+        for part in ends:
+            yield self.names[part], part, getattr(self, part).detach()
         for layer, block in enumerate(self.blocks):
             assert isinstance(block, Block)
-            named |= {self._name(part, layer): view for part, view in block.parts().items()}
-        return named
-
-    def _name(self, part: str, layer: int) -> str:
-        name, _, expert = part.partition("/")
-        return self.names[name].format(layer, expert)
+            for name, view in block.parts().items():
+                part, _, expert = name.partition("/")
+                yield self.names[part].format(layer, expert), part, view
 
     def aliases(self) -> dict[str, str]:
         """Tensors that a checkpoint may repeat: their name -> the name of the one they equal."""
         return {self.names["head"]: self.names["embed"]} if self.config.tied else {}
 
-    def _place_angles(self) -> None:
+    def _table(self, device: torch.device) -> Tensor:
+        """The angles on `device`; a copy is made once where a layer lies away from the head."""
+        if device not in self._copies:
+            self._copies[device] = self._angles.to(device)
+        return self._copies[device]
+
+    def place_angles(self) -> None:
+        """Compute the angles anew, where the head lies."""
         on = self.device if self.device.type == "meta" else torch.device("cpu")
         self._angles = _angles(self.config, self.dtype, on).to(self.device)
+        self._copies = {self.device: self._angles}
 
     def _apply(self, fn: Any, recurse: bool = True) -> Backbone:
         """Behind `.to()` and its like: angles are computed anew, for a cast keeps their errors;
         prepacked weights are dropped."""
         forget(self)
         super()._apply(fn, recurse)
-        self._place_angles()
+        self.place_angles()
         return self
 
 

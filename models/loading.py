@@ -21,14 +21,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dlm_decode.errors import CheckpointError
+from dlm_decode.errors import CapabilityError, CheckpointError
 from dlm_decode.memory import require_bytes
-from dlm_decode.models import FAMILIES
+from dlm_decode.models import FAMILIES, share_of
+from dlm_decode.models.placement import Devices, place
 from dlm_decode.models.published import Family, Published
 from dlm_decode.models.refused import causal_hint, why_refused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from dlm_decode.models.tensor_parallel import Piece
+    from dlm_decode.ranks import Ranks
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -65,11 +69,14 @@ def load_model(
     path_or_hub_id: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
+    device: Devices | str = "cpu",
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a checkpoint of any registered family.
 
     `dtype` defaults to the one that config.json names, else to the one of the stored weights.
+    Several devices share the layers, see `dlm_decode.models.placement`; with `ranks` this process
+    loads its part of every layer, see `dlm_decode.models.tensor_parallel`.
     Raises `CheckpointError` for anything amiss with the files, `CapacityError` if they do not fit.
     """
     path = local_folder(path_or_hub_id)
@@ -80,9 +87,15 @@ def load_model(
     plan = meta_model(files, dtype)
     check_tensors(plan, shards)
     check_vocabulary(files.tokenizer, plan.info.vocab_size)
-    check_memory(plan, torch.device(device))
-    model = family.from_published(files, device=device, dtype=dtype)
-    fill(model, shards)
+    device = torch.device(device) if isinstance(device, str) else device
+    pieces = {} if ranks is None else _pieces(plan, ranks)
+    if ranks is None and isinstance(device, torch.device):
+        check_memory(plan, device)
+        model = family.from_published(files, device=device, dtype=dtype)
+    else:
+        place(plan, [device] if isinstance(device, torch.device) else device)
+        model = plan
+    fill(model, shards, pieces)
     return LoadedModel(model, files.tokenizer, path)
 
 
@@ -92,6 +105,12 @@ def meta_model(files: Published, dtype: torch.dtype) -> Family:
         return find_family(files.config).from_published(files, device="meta", dtype=dtype)
     except RuntimeError as error:  # what torch makes of sizes beyond its own
         raise CheckpointError(f"config.json: torch makes no model of it: {error}") from error
+
+
+def _pieces(plan: Family, ranks: Ranks) -> dict[str, Piece]:
+    from dlm_decode.models.tensor_parallel import split  # loads torch.distributed, which takes time
+
+    return split(plan, ranks)
 
 
 def published_files(path: Path) -> Published:
@@ -201,23 +220,32 @@ class Shards:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
 
-    def read(self, name: str, file: BinaryIO, into: Tensor | None = None) -> Tensor:
-        """A stored tensor, read from its file, which is open; `into`: its place, if that fits.
+    def read(
+        self, name: str, file: BinaryIO, into: Tensor | None = None, piece: Piece | None = None
+    ) -> Tensor:
+        """A stored tensor, or a piece of it, read from its file, which is open.
 
-        Read rather than mapped: what is mapped counts as memory until the whole file is let go.
+        `into`: its place, if that fits. Read rather than mapped: what is mapped counts as memory
+        until the whole file is let go.
         """
-        shape, dtype = self.shapes[name], self.dtypes[name]
+        whole, dtype = self.shapes[name], self.dtypes[name]
+        shape = whole if piece is None else piece.shape(whole)
         fits = into is not None and into.device.type == "cpu" and into.is_contiguous()
         if into is None or not fits or into.dtype != dtype:
             into = torch.empty(shape, dtype=dtype)
-        file.seek(self.places[name])
         room = memoryview(into.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for first, count in [(0, into.numel())] if piece is None else piece.runs(whole):
+            file.seek(self.places[name] + first * dtype.itemsize)
+            self._fill(name, file, room[: count * dtype.itemsize])
+            room = room[count * dtype.itemsize :]
+        return into
+
+    def _fill(self, name: str, file: BinaryIO, room: memoryview) -> None:
         while room:
             count = file.readinto(room)  # type: ignore[attr-defined]
             if not count:
                 raise CheckpointError(f"{file.name} ends within {name}; download it again")
             room = room[count:]
-        return into
 
 
 def stored_name(family: type[Family]) -> Callable[[str], str | None]:
@@ -339,22 +367,23 @@ def check_memory(model: Family, device: torch.device) -> None:
     require_bytes(needed, device, f"the weights in {model.dtype}", "use a smaller dtype")
 
 
-def fill(model: Family, shards: Shards) -> None:
-    """Read every stored tensor into its place, one at a time, in the order of the files."""
-    slots, aliases = model.weights(), model.aliases()
+def fill(model: Family, shards: Shards, pieces: Mapping[str, Piece] | None = None) -> None:
+    """Read every stored tensor or its piece into its place, one at a time, in the files' order."""
+    slots, aliases, pieces = model.weights(), model.aliases(), pieces or {}
     for path in dict.fromkeys(shards.files.values()):
         with open(path, "rb", buffering=0) as file:
             for name in sorted(shards.places, key=shards.places.__getitem__):
                 if shards.files[name] == path and name not in aliases:
                     slot = slots[name]
-                    stored = shards.read(name, file, slot)
+                    stored = shards.read(name, file, slot, pieces.get(name))
                     if stored is not slot:
                         slot.copy_(stored)
                     check_finite(name, slot)
     for name in aliases:
         if name in shards.files:
             with open(shards.files[name], "rb", buffering=0) as file:
-                repeat, slot = shards.read(name, file), slots[aliases[name]]
+                piece, slot = pieces.get(aliases[name]), slots[aliases[name]]
+                repeat = shards.read(name, file, piece=piece)
             if not torch.equal(slot, repeat.to(slot.device, slot.dtype)):
                 raise CheckpointError(f"{name} differs from {aliases[name]}, though they are tied")
 
@@ -427,7 +456,12 @@ def save_model(
     *,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
-    """Write a model in its published layout, in several files if it exceeds `max_shard_bytes`."""
+    """Write a model in its published layout, in several files if it exceeds `max_shard_bytes`.
+
+    Raises `CapabilityError` for one that several processes share.
+    """
+    if share_of(model) is not None:
+        raise CapabilityError("this process has a part of the model only: save it from one process")
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", published_config(model))

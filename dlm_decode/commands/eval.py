@@ -99,8 +99,8 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from dlm_decode.eval.protocols import expand, load_protocol
-    from dlm_decode.eval.ranks import local_device, rank_and_size
     from dlm_decode.eval.tables import run_table
+    from dlm_decode.ranks import local_device, rank_and_size
 
     if args.list:
         return _list()
@@ -157,10 +157,10 @@ def _swept(args: argparse.Namespace, spec: str) -> argparse.Namespace:
 
 def _job(args: argparse.Namespace, protocol: Protocol, *, count: int) -> Job:
     from dlm_decode.eval.problems import load_problems
-    from dlm_decode.eval.ranks import rank_and_size
     from dlm_decode.eval.results import RunFolder
     from dlm_decode.eval.runner import Job
     from dlm_decode.eval.scoring import require_consent
+    from dlm_decode.ranks import rank_and_size
 
     require_consent(protocol, args.allow_code_execution)
     questions = load_problems(

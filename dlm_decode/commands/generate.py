@@ -12,13 +12,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlm_decode.arguments import add_machine, add_method, add_request, build_decoder, parse_parts
+from dlm_decode.arguments import (
+    add_machine,
+    add_method,
+    add_parallel,
+    add_request,
+    build_decoder,
+    parse_parts,
+)
 from dlm_decode.errors import DlmDecodeError, OptionError, RequestError
 from dlm_decode.jsonl import (
     FileFormatError,
@@ -31,6 +38,7 @@ from dlm_decode.jsonl import (
     read_rows,
     result_row,
 )
+from dlm_decode.ranks import leave_group, rank_and_size
 
 if TYPE_CHECKING:
     from dlm_decode.api import Decoder, Parts
@@ -45,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graphs", action="store_true", help="replay turns as CUDA graphs (GPUs, dense models)"
     )
+    add_parallel(parser)
 
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
@@ -86,10 +95,31 @@ class Job:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tensor_parallel:
+        return _run_together(args)
+    return _run(args, shown=True)
+
+
+def _run_together(args: argparse.Namespace) -> int:
+    """All processes of `--tensor-parallel` decode the same rows; the first one writes them."""
+    if args.input == "-":
+        raise OptionError(
+            "--tensor-parallel reads the rows in every process: name a file as --input"
+        )
+    status = _run(args, shown=rank_and_size()[0] == 0)
+    leave_group()
+    return status
+
+
+def _run(args: argparse.Namespace, *, shown: bool) -> int:
     parts = parse_parts(args)
     job = _job(args)
-    _report(job.problems, args.input)
-    failed = _end_cleanly(job) if job.is_finished else _decode(args, parts, job)
+    if shown:
+        _report(job.problems, args.input)
+    if job.is_finished:
+        failed = _end_cleanly(job) if shown else 0
+    else:
+        failed = _decode(args, parts, job, shown=shown)
     return 1 if job.problems or failed else 0
 
 
@@ -136,14 +166,17 @@ def _read(args: argparse.Namespace) -> tuple[list[Row], list[Problem]]:
         return read_rows(lines)
 
 
-def _decode(args: argparse.Namespace, parts: Parts, job: Job) -> int:
+def _decode(args: argparse.Namespace, parts: Parts, job: Job, *, shown: bool) -> int:
     """Decode what is not finished and write it; returns how many rows could not be."""
     decoder = build_decoder(args, parts, graphs=args.graphs)
     requests, problems = _requests(decoder, args, job.rows)
     if args.prompt is not None and problems:
         raise RequestError(problems[0].message)
-    _report(problems, args.input)
     todo = [request for request in requests if request.id not in job.finished.ids]
+    if not shown:
+        deque(decoder.run(todo), maxlen=0)
+        return len(problems)
+    _report(problems, args.input)
     results = _with_progress(decoder.run(todo), len(todo), shown=_shows_progress(args))
     if args.prompt is None or job.output is not None or args.json or args.trace:
         _write_rows(job, results, trace=args.trace)

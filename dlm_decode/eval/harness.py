@@ -25,7 +25,7 @@ from dlm_decode.errors import OptionError
 from dlm_decode.eval.code import cut
 from dlm_decode.eval.likelihood import MonteCarlo, log_likelihood
 from dlm_decode.eval.metrics import costs, speeds
-from dlm_decode.eval.ranks import join_group
+from dlm_decode.ranks import join_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

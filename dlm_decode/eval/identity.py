@@ -57,13 +57,18 @@ def describe_run(args: argparse.Namespace, questions: ProblemSet, asking: Asking
     }
 
 
+def _devices(args: argparse.Namespace) -> list[str]:
+    """The devices that the layers lie on."""
+    return (args.device or "cpu").split(",")
+
+
 def _dtype(args: argparse.Namespace) -> str | None:
     """What was asked for, but what "auto" is on this machine: a result depends on it."""
     import torch
 
     from dlm_decode.machine import automatic_dtype
 
-    found = automatic_dtype(torch.device(args.device or "cpu")) if args.dtype == "auto" else None
+    found = automatic_dtype(torch.device(_devices(args)[0])) if args.dtype == "auto" else None
     return args.dtype if found is None else str(found).removeprefix("torch.")
 
 
@@ -102,7 +107,7 @@ def describe_machine(args: argparse.Namespace) -> dict[str, Any]:
     """What a speed depends on and a result should not."""
     return {
         "device": args.device or "cpu",
-        "device_name": _device_name(args.device),
+        "device_name": ", ".join(dict.fromkeys(map(_device_name, _devices(args)))),
         "batch_size": args.batch_size,
         "threads": args.threads,
         "workers": args.workers,
@@ -112,8 +117,8 @@ def describe_machine(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _device_name(device: str | None) -> str:
-    if device and device.startswith("cuda"):
+def _device_name(device: str) -> str:
+    if device.startswith("cuda"):
         import torch
 
         return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "none"

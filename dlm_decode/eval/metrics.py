@@ -85,10 +85,10 @@ def total(rows: Iterable[Row], key: str) -> Any:
 
 
 def peak_bytes(device: str) -> int:
-    """Peak memory of the device, or of this process on the CPU."""
+    """Peak memory of the device, of several together, or of this process on the CPU."""
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.max_memory_allocated(device))
+        return sum(int(torch.cuda.max_memory_allocated(name)) for name in device.split(","))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -12,7 +12,6 @@ from dlm_decode.eval.identity import describe_machine, describe_run
 from dlm_decode.eval.metrics import peak_bytes, summarise
 from dlm_decode.eval.problems import Problem, ProblemSet
 from dlm_decode.eval.protocols import Protocol
-from dlm_decode.eval.ranks import join_group, wait_for_all
 from dlm_decode.eval.results import SUMMARY, TABLE, RunFolder, in_order
 from dlm_decode.eval.scoring import (
     executes,
@@ -22,6 +21,7 @@ from dlm_decode.eval.scoring import (
     score_text,
 )
 from dlm_decode.eval.tables import run_table
+from dlm_decode.ranks import join_group, wait_for_all
 
 if TYPE_CHECKING:
     from dlm_decode.eval.decoding import Asking
