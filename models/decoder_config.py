@@ -117,6 +117,7 @@ def decoder_config(
 
 
 def layer_count(files: Published) -> int:
+    """How many layers there are."""
     return files.number("num_hidden_layers", MOST_PARTS)
 
 

@@ -16,6 +16,7 @@ from dlm_decode.models import FAMILIES
 from dlm_decode.models.loading import load_model, meta_model, save_model
 from dlm_decode.models.published import Family, Published
 from tests.families import made
+from tests.unit.test_loading import word_tokenizer
 
 ODD: tuple[Any, ...] = (None, -1, 1.5, 10**30, math.inf, "x", ["x"], {})
 EXTRA = (
@@ -122,6 +123,17 @@ def test_a_byte_order_mark_before_config_is_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load_model(tmp_path).model.info.shift == 1
+
+
+@pytest.mark.parametrize("name", ["masked_lm", "adapted"])
+def test_a_word_that_reads_none_is_no_special_token(name: str, tmp_path: Path) -> None:
+    """A tokenizer without a mask token names none, whatever words it knows."""
+    save_model(made(name), tmp_path, word_tokenizer("?", "None"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["mask_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="nor the tokenizer names one"):
+        load_model(tmp_path)
 
 
 def test_json_that_nests_without_end_is_refused(tmp_path: Path) -> None:
