@@ -94,6 +94,7 @@ def test_graphs_change_no_token_with_any_sampler(sampler: str) -> None:
         ("llada", "dual", "llada", {"cfg_scale": 1.0}),
         ("threshold", "dual", "llada", {"storage": Storage(dtype="int8")}),
         ("self_speculative+threshold", "dual", "llada", {"options": {"drafter": "graph"}}),
+        ("lopa", "in_flight", "dream", {"schedule": "pipeline", "options": {"lead": "kept"}}),
     ],
 )
 def test_graphs_change_no_token_of(
