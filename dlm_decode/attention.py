@@ -328,7 +328,7 @@ class PackedAttention:
             hidden = hidden.repeat(1, 1, scores.shape[2] // width, 1)
             scores = scores.masked_fill(hidden, -torch.inf)
         mean = reduce(scores.softmax(-1), "b g (s w) n -> (b w) n", "mean", w=width)
-        lines = mean / len(self._watch.layers)
+        lines = mean[:, : self._watch.width] / len(self._watch.layers)
         if kept is not None:
             whole = lines.new_zeros(len(lines), self._watch.width)
             lines = whole.index_copy_(1, kept, lines)

@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_map_only
 
 from dlm_decode.attention import Group, PackedAttention
 from dlm_decode.head import HeadPlan, Scored, statistics
-from dlm_decode.kv import KVStore, page_bytes, pages_of
+from dlm_decode.kv import PAGE_LENGTH, KVStore, page_bytes, pages_of
 from dlm_decode.models import DiffusionLM, ModelInfo
 from dlm_decode.models.backbone import prepackable
 from dlm_decode.models.prepacked import prepacked_bytes
-from dlm_decode.storage import PAGE_LENGTH
 from dlm_decode.types import Draw
 
 

@@ -30,7 +30,8 @@ from dlm_decode.tree import flattened, refilled
 Capture = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 """From a function of fixed buffers to its replay and the tree that this leaves its results in."""
 
-WARM_UPS = 3
+WARM_UPS = 1
+"""Runs before a capture; a run of the same structure was the first sight of it."""
 
 MOST_TOKENS = 1024
 """Forwards of more packed tokens run eagerly: launching them takes less time than they do."""

@@ -20,6 +20,9 @@ from torch import Tensor
 from dlm_decode.errors import CapacityError
 from dlm_decode.models import ModelInfo
 
+PAGE_LENGTH = 32
+"""Positions of a page in the stores of decoders."""
+
 
 @dataclass(frozen=True)
 class Slot:

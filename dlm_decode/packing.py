@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlm_decode.attention import Choice, Group, Watched
 from dlm_decode.caches import LayerHook, RowPlan
-from dlm_decode.kv import Slot
+from dlm_decode.kv import PAGE_LENGTH, Slot
 from dlm_decode.ragged import Ragged, ragged
 from dlm_decode.rows import Row
 
@@ -178,10 +178,10 @@ def pack(
 ) -> tuple[Packed, np.ndarray]:
     """Pack the plans of `scope`; `scored` are the absolute positions of each row to read out.
 
-    Also the first of `Packed.read` on the host, without padding. `padded` keeps the number of
-    scored positions to one of two for all turns of the same forward, see `_bucket`. `together`
-    takes groups of several shapes into one call, with stored keys if the pool's `places` are given.
-    With `winners` a branch may be stored in place of its row.
+    Also the first of `Packed.read` on the host, without padding. `padded` keeps shapes to few: that
+    of scored positions to two for all turns of the same forward, see `_bucket`, and that of masked
+    keys to whole pages. `together` takes groups of several shapes into one call, with stored keys
+    if the pool's `places` are given. With `winners` a branch may be stored in place of its row.
     """
     hooks = [None] * len(rows) if hooks is None else hooks
     made = _entries(rows, scope.plans, hooks, lanes, mask_id)
@@ -196,7 +196,7 @@ def pack(
     window_from, window_to = _branch_windows(entries, starts, scope)
     size = _bucket(len(scatter), len(ids) // lanes, scope) if padded else len(scatter)
     nowhere = len(rows) * scope.branches * scope.width
-    groups = tuple(_groups(entries, starts, send))
+    groups = tuple(_groups(entries, starts, PAGE_LENGTH if padded else 1, send))
     packed = Packed(
         send(ids),
         send(positions),
@@ -315,7 +315,10 @@ def _entries(
 
 
 def _groups(
-    entries: Sequence[Entry], starts: np.ndarray, send: Callable[[np.ndarray], Tensor]
+    entries: Sequence[Entry],
+    starts: np.ndarray,
+    multiple: int,
+    send: Callable[[np.ndarray], Tensor],
 ) -> Iterator[Group]:
     first = 0
     for (kind, query, keys, _), members in groupby(entries, key=lambda e: e.shape):
@@ -329,7 +332,7 @@ def _groups(
         elif kind == "branch":
             yield from _branch_groups(run, start, query, keys, send)
         else:
-            yield from _window_groups(run, start, query, send)
+            yield from _window_groups(run, start, query, multiple, send)
 
 
 def _ragged(
@@ -431,24 +434,34 @@ def _branch_mask(entry: Entry, keys: int) -> np.ndarray:
     return np.concatenate([np.tile(seen[:, :keys], (branches, 1)), own], axis=1)
 
 
-def _mask(run: Sequence[Entry], send: Callable[[np.ndarray], Tensor]) -> Tensor | None:
-    """The masks of a group `(rows, 1, query, keys)`; None where every query sees every key."""
+def _mask(
+    run: Sequence[Entry], send: Callable[[np.ndarray], Tensor], multiple: int = 1
+) -> Tensor | None:
+    """The masks of a group `(rows, 1, query, keys)`; None where every query sees every key.
+
+    They have a `multiple` of keys.
+    """
     masks, counts = [e.mask() for e in run], [e.keys for e in run]
     if all(mask is None for mask in masks) and len(set(counts)) == 1:
         return None
-    whole = np.zeros((len(run), 1, len(run[0].plan.query), max(counts)), dtype=bool)
+    width = -(-max(counts) // multiple) * multiple
+    whole = np.zeros((len(run), 1, len(run[0].plan.query), width), dtype=bool)
     for row, count, mask in zip(whole, counts, masks, strict=True):
         row[..., :count] = True if mask is None else mask
     return send(whole)
 
 
 def _window_groups(
-    run: Sequence[Entry], start: int, query: int, send: Callable[[np.ndarray], Tensor]
+    run: Sequence[Entry],
+    start: int,
+    query: int,
+    multiple: int,
+    send: Callable[[np.ndarray], Tensor],
 ) -> Iterator[Group]:
     """Windows over stored K/V: views where the slots are consecutive, else gathered.
 
     Slots at regular distances are one group. The keys of its shorter rows read on into the rest of
-    their own slots, which a mask hides.
+    their own slots, which a mask hides; with a mask there is a `multiple` of keys.
     """
     slots = [e.slot for e in run if e.slot is not None]
     bases = [s.base for s in slots if s.base is not None]
@@ -461,7 +474,8 @@ def _window_groups(
     for first, stop in regular_runs(bases, [e.reach for e in run]):
         part, base = run[first:stop], bases[first]
         stride = bases[first + 1] - base if len(part) > 1 else 0
-        keys, mask = max(e.reach for e in part), _mask(part, send)
+        mask = _mask(part, send, multiple)
+        keys = part[0].reach if mask is None else mask.shape[-1]
         at = start + first * query
         yield Group(at, len(part), query, False, keys, base=base, stride=stride, mask=mask)
 

@@ -11,15 +11,13 @@ import torch
 
 from dlm_decode.caches import CachePolicy
 from dlm_decode.errors import CapabilityError, CapacityError
-from dlm_decode.kv import KVStore, page_bytes, pages_of
+from dlm_decode.kv import PAGE_LENGTH, KVStore, page_bytes, pages_of
 from dlm_decode.memory import require_bytes
 from dlm_decode.models import DiffusionLM, layer_devices
 from dlm_decode.options import Options, option
 from dlm_decode.packing import NEAR
 from dlm_decode.rows import Row
 from dlm_decode.sharing import PrefixIndex, check_sharing
-
-PAGE_LENGTH = 32
 
 REMEDY = "lower the batch size or the lengths"
 

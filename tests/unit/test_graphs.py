@@ -143,6 +143,30 @@ def test_a_row_that_takes_anothers_place_takes_its_graphs() -> None:
         assert (graphs.captured, graphs.replayed) == (6, 48 - 6)
 
 
+RAGGED = [Request([3] * n, 8, block_length=4, stop_at_eos=False) for n in (4, 5, 6, 7, 8, 6, 5, 7)]
+
+
+def test_ragged_rows_that_come_and_go_take_the_same_graphs() -> None:
+    """Windows of rows of nearly one length differ in a mask; only refreshes have the row's own."""
+    decoder, graphs = graphed(model_of("llada"), "llada", "dual", max_batch_size=2, most=99)
+    windows = decoder.generate(RAGGED)[0].trace.forwards_by_kind["window"]
+    captured, replayed = graphs.captured, graphs.replayed
+    decoder.generate([replace(r, prompt_ids=[5] * (21 - len(r.prompt_ids))) for r in RAGGED])
+    pairs = len(RAGGED) // 2
+    assert graphs.captured - captured == pairs  # each one's second refresh
+    assert graphs.replayed - replayed == pairs + pairs * windows
+
+
+@pytest.mark.parametrize("sampler", ["llada", "dos"])
+def test_ragged_rows_are_the_same_with_graphs(sampler: str) -> None:
+    """Attended together, keys filled up to whole pages, their attention watched or not."""
+    settings = {"max_batch_size": 2}
+    expected = Decoder(model_of("llada"), sampler, "dual", **settings).generate(RAGGED[:4])
+    decoder, _ = graphed(model_of("llada"), sampler, "dual", **settings)
+    for _ in range(2):
+        assert_same(decoder.generate(RAGGED[:4]), expected)
+
+
 def test_only_the_latest_graphs_are_kept() -> None:
     decoder, graphs = graphed(model_of("llada"), "llada", "dual", max_batch_size=1, most=1)
     expected = Decoder(model_of("llada"), "llada", "dual", max_batch_size=1).generate(REQUESTS)
