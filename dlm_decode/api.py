@@ -60,7 +60,7 @@ def load(
     the block length of a checkpoint that was trained on by diffusion forcing (D2F), which its files
     do not tell. The layers go over several devices ("cuda:0,cuda:1" or a list) in proportion to
     their free memory, or as a mapping from devices to numbers of layers says. `tensor_parallel`
-    loads this process's part of every layer, see `dlm_decode.models.tensor_parallel`: all processes
+    loads this process's part of every layer, see `dlm_decode.tensor_parallel`: all processes
     of torch's process group (torchrun begins it) make the same calls, to the same results. Raises
     `CheckpointError` for a checkpoint that cannot be used, `CapacityError` for too little memory.
     """

@@ -31,8 +31,8 @@ from dlm_decode.models.refused import causal_hint, why_refused
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from dlm_decode.models.tensor_parallel import Piece
     from dlm_decode.ranks import Ranks
+    from dlm_decode.tensor_parallel import Piece
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -76,7 +76,7 @@ def load_model(
 
     `dtype` defaults to the one that config.json names, else to the one of the stored weights.
     Several devices share the layers, see `dlm_decode.models.placement`; with `ranks` this process
-    loads its part of every layer, see `dlm_decode.models.tensor_parallel`.
+    loads its part of every layer, see `dlm_decode.tensor_parallel`.
     Raises `CheckpointError` for anything amiss with the files, `CapacityError` if they do not fit.
     """
     path = local_folder(path_or_hub_id)
@@ -108,7 +108,7 @@ def meta_model(files: Published, dtype: torch.dtype) -> Family:
 
 
 def _pieces(plan: Family, ranks: Ranks) -> dict[str, Piece]:
-    from dlm_decode.models.tensor_parallel import split  # loads torch.distributed, which takes time
+    from dlm_decode.tensor_parallel import split  # loads torch.distributed, which takes time
 
     return split(plan, ranks)
 

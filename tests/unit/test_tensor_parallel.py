@@ -25,9 +25,9 @@ from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.loading import fill, save_model, weight_shards
 from dlm_decode.models.placement import place
 from dlm_decode.models.published import Published
-from dlm_decode.models.tensor_parallel import PLAN, Piece, span, split
 from dlm_decode.models.toy import random_model
 from dlm_decode.ranks import Ranks
+from dlm_decode.tensor_parallel import PLAN, Piece, span, split
 from tests.families import TINY, made
 from tests.unit import parallel_cases
 from tests.unit.test_cli import byte_tokenizer
@@ -276,6 +276,15 @@ def test_a_process_alone_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -
             api.load(tensor_parallel=True, **extra)
     with pytest.raises(CapabilityError, match="bd3lm has layers of its own"):
         split(made("bd3lm"), Ranks(0, 2))
+
+
+def test_who_shares_no_model_does_not_wait_for_what_sharing_needs() -> None:
+    """Finding a family imports all of them; torch's DTensor takes longer than they do together."""
+    code = "import sys; from dlm_decode import api; from dlm_decode.models import FAMILIES;"
+    code += "FAMILIES.names(); print('torch.distributed.tensor' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_the_command_refuses_one_input_for_all(capsys: pytest.CaptureFixture[str]) -> None:
