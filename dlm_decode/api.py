@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlm_decode.caches import CACHES, CachePolicy
+from dlm_decode.chat import chat_text, text_ids
 from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
@@ -228,7 +229,7 @@ class Decoder:
                 raise RequestError("the prompt is empty: give at least one word")
             tokenizer = self._tokenizer("a text prompt")
             if not (chat and tokenizer.chat_template):
-                return _tokenized(tokenizer, prompt)
+                return text_ids(tokenizer, prompt)
         elif len(prompt) and isinstance(prompt[0], Mapping):  # type: ignore[arg-type, index]
             messages = [dict(m) for m in prompt]  # type: ignore[union-attr, arg-type]
         else:
@@ -310,24 +311,12 @@ class Decoder:
         tokenizer = self._tokenizer("a chat prompt")
         if not tokenizer.chat_template:
             raise CapabilityError("this model's tokenizer has no chat template: give plain text")
-        try:
-            text = tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from None
-        return _tokenized(tokenizer, str(text))
+        return text_ids(tokenizer, chat_text(tokenizer, messages))
 
     def _tokenizer(self, what: str) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise CapabilityError(f"{what} needs a tokenizer, and this model has none: give ids")
         return self.tokenizer
-
-
-def _tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise RequestError("the prompt holds half of a surrogate pair, which is no character")
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def default_schedule(info: ModelInfo) -> str:

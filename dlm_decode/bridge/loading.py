@@ -15,6 +15,7 @@ from dlm_decode.bridge.drafters.baselines import NullDrafter, PromptLookup, Rand
 from dlm_decode.bridge.drafters.diffusion import DiffusionDrafter
 from dlm_decode.bridge.retokenize import EncodePrompt, Retokenized
 from dlm_decode.bridge.verifier import Verifier
+from dlm_decode.chat import chat_text, text_ids
 from dlm_decode.errors import CheckpointError, RequestError
 from dlm_decode.models.loading import LoadedModel, load_model
 
@@ -95,10 +96,8 @@ def encode_chat(tokenizer: Any, text: str) -> list[int]:
     if not text.strip():
         raise RequestError("the prompt is empty: give at least one word")
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(text)["input_ids"])
+        return text_ids(tokenizer, chat_text(tokenizer, [{"role": "user", "content": text}]))
+    return text_ids(tokenizer, text, special=True)
 
 
 def encode_as_chat(tokenizer: Any) -> EncodePrompt:

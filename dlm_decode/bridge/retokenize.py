@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dlm_decode.bridge.draft import Draft
 from dlm_decode.bridge.drafters import Context, Drafter
+from dlm_decode.chat import text_ids
 from dlm_decode.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Retokenized:
             _check_keeps_text(name, tokenizer)
         self.inner, self.end_ids, self.lookbehind = inner, tuple(end_ids), lookbehind
         self.verifier_tokenizer, self.drafter_tokenizer = verifier_tokenizer, drafter_tokenizer
-        self.encode_prompt = encode_prompt or (lambda text: _encode(drafter_tokenizer, text))
+        self.encode_prompt = encode_prompt or (lambda text: text_ids(drafter_tokenizer, text))
 
     def propose(self, contexts: Sequence[Context]) -> list[Draft]:
         """One-hot drafts in verifier ids; none while a character is unfinished."""
@@ -79,7 +80,7 @@ class Retokenized:
         own = context.memory
         return replace(
             context,
-            ids=[*own.prompt, *_encode(self.drafter_tokenizer, text)],
+            ids=[*own.prompt, *text_ids(self.drafter_tokenizer, text)],
             prompt_length=len(own.prompt),
             temperature=0.0,
             soft=False,
@@ -105,14 +106,10 @@ class Retokenized:
         new = context.ids[context.prompt_length :]
         for size in range(min(self.lookbehind, len(new)), 0, -1):
             tail = new[-size:]
-            both = _encode(self.verifier_tokenizer, _decode(self.verifier_tokenizer, tail) + text)
+            both = text_ids(self.verifier_tokenizer, _decode(self.verifier_tokenizer, tail) + text)
             if both[:size] == tail:
                 return both[size:]
-        return _encode(self.verifier_tokenizer, text)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text_ids(self.verifier_tokenizer, text)
 
 
 def _decode(
@@ -128,7 +125,7 @@ def _decode(
 def _check_keeps_text(name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
     if tokenizer is None:
         raise CapabilityError(f"the {name} has no tokenizer, so no text can pass between the two")
-    back = _decode(tokenizer, _encode(tokenizer, PROBE))
+    back = _decode(tokenizer, text_ids(tokenizer, PROBE))
     if back.strip() != PROBE:
         raise CapabilityError(
             f"the {name}'s tokenizer does not keep text: {PROBE!r} comes back as {back!r}, so "

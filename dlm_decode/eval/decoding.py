@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dlm_decode.chat import chat_text, text_ids
 from dlm_decode.errors import CapabilityError, DlmDecodeError
 from dlm_decode.eval.problems import Problem
 from dlm_decode.jsonl import result_row
@@ -73,11 +74,8 @@ def encode(decoder: Decoder, problem: Problem, *, chat: bool) -> list[int]:
         raise CapabilityError("evaluation needs a tokenizer, and this model has none")
     text = problem.prompt
     if chat and tokenizer.chat_template:
-        messages = [{"role": "user", "content": text}]
-        text = str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
-    return list(tokenizer(text + problem.prefix, add_special_tokens=False)["input_ids"])
+        text = chat_text(tokenizer, [{"role": "user", "content": text}])
+    return text_ids(tokenizer, text + problem.prefix)
 
 
 class DecodeClock:

@@ -21,6 +21,7 @@ from lm_eval.api.model import LM, CacheHook
 from torch import Tensor
 
 from dlm_decode.api import Decoder, load
+from dlm_decode.chat import chat_text, text_ids
 from dlm_decode.errors import OptionError
 from dlm_decode.eval.code import cut
 from dlm_decode.eval.likelihood import MonteCarlo, log_likelihood
@@ -141,7 +142,7 @@ class DlmDecodeLM(LM):
     def _encode(self, text: str) -> list[int]:
         if self._add_bos and self.tokenizer.bos_token:
             text = str(self.tokenizer.bos_token) + text
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text_ids(self.tokenizer, text)
 
     def _temperature_of(self, settings: Mapping[str, Any]) -> float | None:
         if self._temperature is not None or not settings.get("do_sample"):
@@ -203,14 +204,7 @@ class DlmDecodeLM(LM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The prompt's text; without a generation prompt the last message is left open."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        return chat_text(self.tokenizer, chat_history, leave_open=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         if chat_template is False:
