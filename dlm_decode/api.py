@@ -16,7 +16,7 @@ from dlm_decode.compose import chain_classes, create_chain
 from dlm_decode.engine import Engine
 from dlm_decode.errors import CapabilityError, OptionError, RequestError
 from dlm_decode.graphs import graphs_for
-from dlm_decode.machine import automatic_dtype
+from dlm_decode.machine import automatic_dtype, usable_device
 from dlm_decode.models import DiffusionLM, ModelInfo, forced
 from dlm_decode.models.backbone import compile_layers, prepack_layers
 from dlm_decode.models.loading import LoadedModel, bundled_model_path, load_model
@@ -116,25 +116,15 @@ def _devices(
     device: Device | Sequence[Device] | Mapping[Device, int] | None,
 ) -> Devices:
     """One device, or several, each of which can be used."""
-    if isinstance(device, Mapping):
-        return {_device(name): _checked("device", n, int, low=1) for name, n in device.items()}
     named = device.split(",") if isinstance(device, str) else device
     if named is None or isinstance(named, torch.device):
-        return _device(named)
-    found = [_device(name) for name in named]
-    if not found:
-        raise OptionError("device names none: give at least one")
+        return usable_device(named or "cpu")
+    if not isinstance(named, (Sequence, Mapping)) or not named or not all(named):
+        raise OptionError(f"device names none: give one or more names, none empty, got {device!r}")
+    if isinstance(named, Mapping):
+        return {usable_device(name): _checked("device", n, int, low=1) for name, n in named.items()}
+    found = [usable_device(name) for name in named]
     return found[0] if len(found) == 1 else found
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        found = torch.device(device or "cpu")
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).split("\n", 1)[0]
-        raise OptionError(f"device {device!r} cannot be used: {first}") from None
-    return found
 
 
 @dataclass(frozen=True)

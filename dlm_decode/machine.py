@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dlm_decode.errors import OptionError
+
 
 def cpu_capabilities() -> dict[str, Any]:
     """Instruction sets and core counts by torch's names; empty where torch is too old to say."""
@@ -25,6 +27,30 @@ def automatic_dtype(device: torch.device) -> torch.dtype | None:
     if device.type != "cpu":
         return None
     return torch.bfloat16 if cpu_has_bf16() else torch.float32
+
+
+def named_device(device: str | torch.device) -> torch.device:
+    """The device of a name, whether this machine has it or not; raises `OptionError` for no name of
+    one."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(_unusable(device, error)) from None
+
+
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device of a name; raises `OptionError` for one that can't be used here."""
+    found = named_device(device)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise OptionError(_unusable(device, error)) from None
+    return found
+
+
+def _unusable(device: str | torch.device, error: Exception) -> str:
+    first = str(error).split("\n", 1)[0]
+    return f"device {device!r} cannot be used: {first}"
 
 
 def cpu_report() -> dict[str, Any]:

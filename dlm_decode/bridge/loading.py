@@ -17,7 +17,7 @@ from dlm_decode.bridge.retokenize import EncodePrompt, Retokenized
 from dlm_decode.bridge.verifier import Verifier
 from dlm_decode.chat import chat_text, text_ids
 from dlm_decode.errors import CheckpointError, RequestError
-from dlm_decode.models.loading import LoadedModel, load_model
+from dlm_decode.machine import usable_device
 
 WITHOUT_MODEL = ("null", "random", "prompt_lookup")
 
@@ -37,11 +37,12 @@ def load_verifier(
     """A causal LM and its tokenizer, from a folder or hub id; None is the bundled one, in fp32.
 
     `gguf_file` names a GGUF file in that folder (needs the extra `smollm`). Raises
-    `CheckpointError` where transformers cannot load it.
+    `CheckpointError` where transformers cannot load it, `OptionError` for a device that is not
+    there.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    bundled = name_or_path is None
+    place, bundled = usable_device(device), name_or_path is None
     source = str(bundled_verifier_path() if name_or_path is None else name_or_path)
     extra: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     wanted = torch.float32 if dtype is None and (bundled or gguf_file) else dtype or "auto"
@@ -56,7 +57,7 @@ def load_verifier(
             tokenizer = AutoTokenizer.from_pretrained(source, **extra)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(f"no causal LM could be loaded from {source!r}: {error}") from error
-    return Verifier(model.eval().to(device)), tokenizer
+    return Verifier(model.eval().to(place)), tokenizer
 
 
 def load_drafter(
@@ -78,7 +79,9 @@ def load_drafter(
             "prompt_lookup": PromptLookup(),
         }
         return kinds[str(name_or_path)]
-    loaded = _load_diffusion(name_or_path, device)
+    from dlm_decode.api import load
+
+    loaded = load(name_or_path, device=device)
     drafter = DiffusionDrafter(loaded, **(settings or {}))
     if _same_ids(loaded.tokenizer, verifier_tokenizer):
         return drafter
@@ -125,14 +128,6 @@ def _quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _load_diffusion(name_or_path: str | Path | None, device: str) -> LoadedModel:
-    from dlm_decode.api import load
-
-    if name_or_path is None:
-        return load(device=device)
-    return load_model(name_or_path, device=device)
 
 
 def _same_ids(a: Any, b: Any) -> bool:

@@ -64,11 +64,9 @@ def _devices(args: argparse.Namespace) -> list[str]:
 
 def _dtype(args: argparse.Namespace) -> str | None:
     """What was asked for, but what "auto" is on this machine: a result depends on it."""
-    import torch
+    from dlm_decode.machine import automatic_dtype, named_device
 
-    from dlm_decode.machine import automatic_dtype
-
-    found = automatic_dtype(torch.device(_devices(args)[0])) if args.dtype == "auto" else None
+    found = automatic_dtype(named_device(_devices(args)[0])) if args.dtype == "auto" else None
     return args.dtype if found is None else str(found).removeprefix("torch.")
 
 

@@ -32,7 +32,7 @@ from dlm_decode.bridge.loading import (
     load_verifier,
 )
 from dlm_decode.bridge.measure import Comparison, measure_costs
-from dlm_decode.errors import CapabilityError, CheckpointError, RequestError
+from dlm_decode.errors import CapabilityError, CheckpointError, OptionError, RequestError
 from dlm_decode.models.loading import bundled_model_path
 from tests.unit.bridge_cases import generate_alone, tiny_llama
 from tests.unit.test_cli import byte_tokenizer
@@ -196,6 +196,11 @@ class TestCommand:
 def test_a_chat_prompt_needs_words() -> None:
     with pytest.raises(RequestError, match="the prompt is empty"):
         encode_chat(byte_tokenizer(), " ")
+
+
+def test_a_verifiers_device_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="device 'nowhere' cannot be used"):
+        load_verifier(tmp_path, device="nowhere")
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

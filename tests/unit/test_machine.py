@@ -41,6 +41,8 @@ def test_a_run_is_identified_by_the_dtype_that_auto_was(monkeypatch: pytest.Monk
     for dtype, recorded in asked.items():
         assert identity._dtype(argparse.Namespace(dtype=dtype, device=None)) == recorded
     assert identity._dtype(argparse.Namespace(dtype="auto", device="cuda")) == "auto"
+    with pytest.raises(OptionError, match="device 'nowhere' cannot be used"):
+        identity._dtype(argparse.Namespace(dtype="auto", device="nowhere"))
 
 
 def test_advice_names_the_number_of_threads() -> None:
