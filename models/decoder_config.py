@@ -139,16 +139,18 @@ def llama_config(files: Published) -> BackboneConfig:
 
 def llama3_scaling(files: Published) -> RopeScaling | None:
     """What `rope_scaling`, or in transformers 5 `rope_parameters`, says; None: nothing."""
-    stated = files.config.get("rope_scaling")
-    stated = files.config.get("rope_parameters") if stated is None else stated
-    if stated is None:
-        return None
-    kind = stated.get("rope_type", stated.get("type")) if isinstance(stated, Mapping) else stated
+    both = (files.config.get(key) for key in ("rope_scaling", "rope_parameters"))
+    return next((found for found in map(_scaling, both) if found is not None), None)
+
+
+def _scaling(stated: Any) -> RopeScaling | None:
+    told = isinstance(stated, Mapping)
+    kind = stated.get("rope_type") or stated.get("type") if told else stated
     if kind in (None, "default"):
         return None
-    if kind != "llama3":
+    if kind != "llama3" or not told:
         raise CheckpointError(
-            f"config.json: rope_scaling is of type {kind!r}, only llama3 is known"
+            f"config.json: rope_scaling is of type {kind!r}, only llama3 with its factors is known"
         )
     inner, keys = Published(stated), ("factor", "low_freq_factor", "high_freq_factor")
     absent = [key for key in keys if stated.get(key) is None]

@@ -75,7 +75,7 @@ class Published:
         nested = self.config.get("rope_parameters")
         nested = {} if nested is None else nested
         kind = nested.get("rope_type", "default") if isinstance(nested, Mapping) else nested
-        if kind not in kinds:
+        if not isinstance(nested, Mapping) or kind not in kinds:
             raise CheckpointError(
                 f"config.json: rope_parameters has rope_type {kind!r}, but only "
                 f"{' and '.join(map(repr, kinds))} is supported"

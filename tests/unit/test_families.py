@@ -435,6 +435,10 @@ def test_experts_that_do_not_divide_into_groups_are_refused(groups: int) -> None
         ("llama_diffusion", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
         ("llama_diffusion", "rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
         ("llama_diffusion", "rope_scaling", ["llama3"]),
+        ("llama_diffusion", "rope_scaling", "llama3"),
+        ("llama_diffusion", "rope_scaling", {"rope_type": None, "type": "linear", "factor": 2.0}),
+        ("llama_diffusion", "rope_parameters", "llama3"),
+        ("qwen3_diffusion", "rope_parameters", "default"),
         ("llama_diffusion", "rope_parameters", {"rope_type": "yarn"}),
         ("qwen3_diffusion", "rope_parameters", LLAMA3),
         ("stable_diffcoder", "mlp_bias", True),
@@ -460,6 +464,14 @@ def test_what_is_not_implemented_is_refused_by_its_field(name: str, field: str, 
     with pytest.raises(CheckpointError, match=r"config\.json: ") as raised:
         made(name, **{field: value})
     assert field in str(raised.value) or "heads" in str(raised.value)
+
+
+def test_a_scaling_of_the_default_kind_hides_no_other() -> None:
+    plain = {"rope_type": "default"}
+    for both in ((plain, LLAMA3), (LLAMA3, plain)):
+        stated = dict(zip(("rope_scaling", "rope_parameters"), both, strict=True))
+        model = made("llama_diffusion", **stated)
+        assert isinstance(model, Backbone) and model.config.rope_scaling is not None
 
 
 def test_rotary_settings_are_read_where_transformers_5_puts_them() -> None:
