@@ -468,9 +468,8 @@ def test_what_is_not_implemented_is_refused_by_its_field(name: str, field: str, 
 
 def test_a_scaling_of_the_default_kind_hides_no_other() -> None:
     plain = {"rope_type": "default"}
-    for both in ((plain, LLAMA3), (LLAMA3, plain)):
-        stated = dict(zip(("rope_scaling", "rope_parameters"), both, strict=True))
-        model = made("llama_diffusion", **stated)
+    for older, newer in ((plain, LLAMA3), (LLAMA3, plain)):
+        model = made("llama_diffusion", rope_scaling=older, rope_parameters=newer)
         assert isinstance(model, Backbone) and model.config.rope_scaling is not None
 
 
