@@ -25,6 +25,9 @@ from dlm_decode.ranks import Ranks, Share
 COLUMNS, ROWS = Shard(0), Shard(1)
 """Of a matrix: by its outputs, or by its inputs, so that outputs have to be summed."""
 
+DRAWN_TOGETHER = 4
+"""Ids of one counter of the noise: kernels begin where such a group does."""
+
 FEED_FORWARD: Mapping[str, Shard] = {"gate": COLUMNS, "up": COLUMNS, "down": ROWS}
 
 PLAN: Mapping[str, Shard] = {
@@ -97,7 +100,7 @@ def check_divides(config: BackboneConfig, size: int) -> None:
             f"{size} processes can't share the model: its {', '.join(found)} can't be divided by "
             f"{size}; start {' or '.join(allowed)}"
         )
-    if span(config.embedding_rows, size, size - 1).start >= config.vocab_size:
+    if vocabulary(config.embedding_rows, size, size - 1).start >= config.vocab_size:
         raise CapabilityError(
             f"{size} processes can't share a vocabulary of {config.vocab_size} ids: start fewer"
         )
@@ -109,8 +112,17 @@ def span(count: int, size: int, rank: int) -> range:
     return range(start, start + length)
 
 
+def vocabulary(count: int, size: int, rank: int) -> range:
+    """Which of `count` ids are those of `rank`: whole groups of ids that are drawn together."""
+    groups = span(-(-count // DRAWN_TOGETHER), size, rank)
+    ends = (min(DRAWN_TOGETHER * end, count) for end in (groups.start, groups.stop))
+    return range(*ends)
+
+
 def _ranges(config: BackboneConfig, part: str, count: int, ranks: Ranks) -> tuple[range, ...]:
     """What this process reads of `count` entries; of a fused projection, of q, k and v each."""
+    if part in ("embed", "head"):
+        return (vocabulary(count, ranks.size, ranks.rank),)
     heads = (config.heads, config.kv_heads, config.kv_heads)
     sections = [n * config.head_size for n in heads] if part == "qkv" else [count]
     starts = [sum(sections[:i]) for i in range(len(sections))]
@@ -131,7 +143,7 @@ def _shrink(model: Backbone, ranks: Ranks) -> None:
     for block in blocks:
         block.ranks = ranks
     model.blocks = nn.ModuleList(blocks)
-    rows = span(config.embedding_rows, size, ranks.rank)
+    rows = vocabulary(config.embedding_rows, size, ranks.rank)
     model.share = Share(ranks, range(rows.start, min(rows.stop, config.vocab_size)))
     tables = [
         parameter(len(rows), config.hidden_size, device="meta", dtype=dtype) for _ in range(2)

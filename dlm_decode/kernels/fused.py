@@ -38,17 +38,20 @@ def tile_stats(logits: Tensor, start: int, scored: Scored, plan: HeadPlan) -> Ti
         "DRAW": plan.draw.temperature > 0,
     }
     temperature = plan.draw.temperature or 1.0
-    _parts[(rows, parts)](
-        *(logits, logits.stride(0), columns, start),
-        *(scored.keys, scored.positions, scored.commits, temperature, floats, ints),
-        STREAM=TOKENS,
-        BLOCK=BLOCK,
-        num_warps=8,
-        **flags,
-    )
     found, ids = _buffers(logits, rows, 1)
     width = triton.next_power_of_2(parts)
-    _whole[(rows,)](floats, ints, found, ids, parts, temperature, PARTS=width, num_warps=1, **flags)
+    with torch.cuda.device_of(logits):  # where kernels start, whichever device is the current one
+        _parts[(rows, parts)](
+            *(logits, logits.stride(0), columns, start),
+            *(scored.keys, scored.positions, scored.commits, temperature, floats, ints),
+            STREAM=TOKENS,
+            BLOCK=BLOCK,
+            num_warps=8,
+            **flags,
+        )
+        _whole[(rows,)](
+            floats, ints, found, ids, parts, temperature, PARTS=width, num_warps=1, **flags
+        )
     return _named(found, ids + start, plan, temperature)
 
 

@@ -27,7 +27,7 @@ from dlm_decode.models.placement import place
 from dlm_decode.models.published import Published
 from dlm_decode.models.toy import random_model
 from dlm_decode.ranks import Ranks
-from dlm_decode.tensor_parallel import PLAN, Piece, span, split
+from dlm_decode.tensor_parallel import PLAN, Piece, span, split, vocabulary
 from tests.families import TINY, made
 from tests.unit import parallel_cases
 from tests.unit.test_cli import byte_tokenizer
@@ -201,8 +201,10 @@ def test_of_a_stored_tensor_no_more_is_read_than_the_piece(
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 49])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_spans_are_in_order_and_leave_nothing_out(count: int, size: int) -> None:
-    spans = [span(count, size, rank) for rank in range(size)]
-    assert [i for s in spans for i in s] == list(range(count))
+    for split_in in (span, vocabulary):
+        spans = [split_in(count, size, rank) for rank in range(size)]
+        assert [i for s in spans for i in s] == list(range(count))
+    assert all(s.start % 4 == 0 for s in spans if s), "ids that share their noise are together"
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
