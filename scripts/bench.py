@@ -258,11 +258,16 @@ class CacheRow:
 
 
 def cache_rows(
-    setting: Setting, batches: tuple[int, ...], lengths: tuple[int, ...], tokens: int, runs: int
+    setting: Setting,
+    policies: Sequence[str],
+    batches: tuple[int, ...],
+    lengths: tuple[int, ...],
+    tokens: int,
+    runs: int,
 ) -> Iterator[CacheRow]:
-    """Every policy that fits the model, at each length and batch size; batch 1 comes first."""
+    """Those policies that fit the model, at each length and batch size; batch 1 comes first."""
     regime = setting.model.info.regime
-    names = [name for name in POLICIES.names() if regime in POLICIES.get(name).regimes]
+    names = [name for name in policies if regime in POLICIES.get(name).regimes]
     sizes = sorted({1, *batches})
     for length in (n for n in lengths if n <= setting.model.info.max_positions):
         shape = replace(setting, prompt=length - tokens, length=tokens)
@@ -608,6 +613,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=126_464)
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 8, of caches 1 4 16")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024], help="of caches")
+    parser.add_argument("--caches", nargs="+", default=POLICIES.names(), help="policies of caches")
     parser.add_argument("--tokens", type=int, default=128, help="decoded in a row of caches")
     states = [2, 4, 8, 16]
     parser.add_argument("--states", type=int, nargs="+", default=states, help="K of speculation")
@@ -630,7 +636,12 @@ def main() -> None:
         for what, rows in (
             ("step", lambda s=setting: step_rows(s, batches)),
             ("head", lambda s=setting: head_rows(s, batches, 2 * args.runs + 1)),
-            ("caches", lambda s=setting: cache_rows(s, batches, lengths, args.tokens, args.runs)),
+            (
+                "caches",
+                lambda s=setting: cache_rows(
+                    s, args.caches, batches, lengths, args.tokens, args.runs
+                ),
+            ),
             ("decode", lambda s=setting, f=folder: decode_rows(s, f, args.runs)),
             ("speculation", lambda s=setting: speculation_rows(s, args.states, 2 * args.runs + 1)),
         ):
