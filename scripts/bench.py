@@ -52,6 +52,7 @@ from dlm_decode.attention import Group, PackedAttention
 from dlm_decode.audit import CacheReport, audit_cache
 from dlm_decode.caches import CACHES as POLICIES
 from dlm_decode.clock import clock_of
+from dlm_decode.errors import CapabilityError
 from dlm_decode.footprint import Allocations, weight_bytes
 from dlm_decode.head import HeadPlan, Scored, Tile, tile_width
 from dlm_decode.head import statistics as statistics_pass
@@ -60,6 +61,7 @@ from dlm_decode.models import Attend, DiffusionLM
 from dlm_decode.models.backbone import prepack_layers
 from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada
+from dlm_decode.ranks import Share
 from dlm_decode.types import Draw, Generation, Request
 from scripts import bench_speculation
 from tests.reference.llada import fast_dllm_generate
@@ -137,11 +139,13 @@ class Timed:
         self.statistics_s: list[float] = []
         self.scored: list[int] = []
 
-    def statistics(self, tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
+    def statistics(
+        self, tile: Tile, scored: Scored, plan: HeadPlan, share: Share | None = None
+    ) -> dict[str, Tensor]:
         """The engine's head pass, timed; the head's own time is taken out."""
         self.scored.append(len(scored.positions))
         start, head = now_s(), self.head_s[-1]
-        found = statistics_pass(tile, scored, plan)
+        found = statistics_pass(tile, scored, plan, share)
         self.statistics_s.append(now_s() - start - (self.head_s[-1] - head))
         return found
 
@@ -265,9 +269,9 @@ def cache_rows(
     tokens: int,
     runs: int,
 ) -> Iterator[CacheRow]:
-    """Those policies that fit the model, at each length and batch size; batch 1 comes first."""
-    regime = setting.model.info.regime
-    names = [name for name in policies if regime in POLICIES.get(name).regimes]
+    """Those policies that fit the model and `threshold`, at each length and batch size; batch 1
+    comes first."""
+    names = [name for name in policies if fits(setting.model, name)]
     sizes = sorted({1, *batches})
     for length in (n for n in lengths if n <= setting.model.info.max_positions):
         shape = replace(setting, prompt=length - tokens, length=tokens)
@@ -288,6 +292,15 @@ def cache_rows(
                 scaling = (row.forwards / row.seconds) / (alone.forwards / alone.seconds)
                 bare = (row.forwards / row.floor_s) / (alone.forwards / alone.floor_s)
                 yield replace(row, scaling=scaling, bare=bare, share=scaling / bare)
+
+
+def fits(model: DiffusionLM, cache: str) -> bool:
+    """Whether `threshold` decodes the model with the cache in blocks of their own."""
+    try:
+        Decoder(model, "threshold", cache)
+    except CapabilityError:
+        return False
+    return True
 
 
 def cache_row(
@@ -353,9 +366,11 @@ def counted_scores() -> Iterator[list[int]]:
     """Gathers how many positions each turn of the engine scores."""
     counts: list[int] = []
 
-    def counting(tile: Tile, scored: Scored, plan: HeadPlan) -> dict[str, Tensor]:
+    def counting(
+        tile: Tile, scored: Scored, plan: HeadPlan, share: Share | None = None
+    ) -> dict[str, Tensor]:
         counts.append(len(scored.positions))
-        return statistics_pass(tile, scored, plan)
+        return statistics_pass(tile, scored, plan, share)
 
     device_part.statistics = counting
     try:
