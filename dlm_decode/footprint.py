@@ -22,7 +22,7 @@ from dlm_decode.head import HeadPlan, Scored, statistics
 from dlm_decode.kv import PAGE_LENGTH, KVStore, page_bytes, pages_of
 from dlm_decode.models import DiffusionLM, ModelInfo
 from dlm_decode.models.backbone import prepackable
-from dlm_decode.models.prepacked import prepacked_bytes
+from dlm_decode.models.prepacked import check_prepackable, prepacked_bytes
 from dlm_decode.types import Draw
 
 
@@ -108,7 +108,10 @@ def forecast(
         store = _store(model, pages, kept) if stores else None
         activations, logits = _turn_bytes(model, store, batch, length, min(window, length))
         held = pages * page_bytes(model.info, PAGE_LENGTH, kept)
-        copies = sum(weight.nbytes for weight in prepackable(model)) if prepack else 0
+        copied = prepackable(model) if prepack else []
+        for weight in copied:
+            check_prepackable(weight)
+        copies = sum(weight.nbytes for weight in copied)
         return Footprint(weight_bytes(model) + copies, held, logits, activations)
 
 

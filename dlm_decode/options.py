@@ -138,7 +138,8 @@ def _check_range(field: dataclasses.Field[Any], value: Any, where: str) -> None:
     )
     if bad_choice or bad_range:
         raise OptionError(f"{where} must be {_allowed(field)}, got {_shown(value)}")
-    if number and not _fits(value):
+    bounded = isinstance(value, int) and None not in (m["low"], m["high"])
+    if number and not bounded and not _fits(value):
         raise OptionError(f"{where} must fit a 32-bit number, got {_shown(value)}")
 
 

@@ -46,6 +46,7 @@ class Storage(Options):
         "most bytes for K/V: rows wait for free pages, shared prompts stay beyond their rows while "
         "there is room (none: what the batch needs)",
         low=1,
+        high=2**63 - 1,
     )
     share_prompts: bool = option(False, "rows whose prompts begin alike share those K/V")
     frozen_prompt: bool = option(

@@ -36,13 +36,9 @@ class _Prepacked:
 def prepack(weight: Tensor, rows: int | None = None) -> None:
     """Keep a copy of `weight (F, D)` for `linear`; of its first `rows` for `columns`, if given.
 
-    Raises `CapabilityError` where there is no such kernel: not in fp32, or not on a CPU.
+    Raises as `check_prepackable` does.
     """
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not _available():
-        raise CapabilityError(
-            f"weights are prepacked for products in float32 on a CPU with oneDNN, and these are "
-            f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: leave prepack out"
-        )
+    check_prepackable(weight)
     chunk, rows = (len(weight), len(weight)) if rows is None else (CHUNK, rows)
     with torch.inference_mode():
         parts = tuple(
@@ -50,6 +46,15 @@ def prepack(weight: Tensor, rows: int | None = None) -> None:
             for part in weight.detach()[:rows].split(chunk)
         )
     setattr(weight, _KEPT, _Prepacked(parts, rows, chunk, weight._version))
+
+
+def check_prepackable(weight: Tensor) -> None:
+    """Raise `CapabilityError` where there is no such kernel: not in fp32, or not on a CPU."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not _available():
+        raise CapabilityError(
+            f"weights are prepacked for products in float32 on a CPU with oneDNN, and these are "
+            f"{str(weight.dtype).removeprefix('torch.')} on {weight.device}: leave prepack out"
+        )
 
 
 def prepacked_bytes(model: nn.Module) -> int:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="NAME_OR_PATH", help="folder or hub name; default: the bundled one"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: what it is loaded in")
     for name, default, what in (
         ("--batch", 1, "rows at a time"),
         ("--length", 512, "positions of a row, prompt and generation together"),
@@ -50,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
     from dlm_decode.footprint import forecast
     from dlm_decode.models.loading import bundled_model_path, planned
 
-    dtype = getattr(torch, args.dtype) if args.dtype else None
+    own = torch.float32 if args.model is None else None  # as `api.load` takes the bundled model
+    dtype = getattr(torch, args.dtype) if args.dtype else own
     build = planned(args.model or bundled_model_path(), dtype)
     found = forecast(
         lambda: build("cpu"),

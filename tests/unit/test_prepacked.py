@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -147,3 +148,12 @@ def test_others_say_that_they_cannot_be_prepacked(capsys: pytest.CaptureFixture[
 def test_load_prepacks_when_asked() -> None:
     plain, packed = load(), load(prepack=True)
     assert weight_bytes(packed.model) > 1.5 * weight_bytes(plain.model)
+
+
+def test_memory_counts_what_loading_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled model is stored in fp16 and runs in fp32; other dtypes have no copies."""
+    assert main(["memory", "--prepack", "--json"]) == 0
+    counted = json.loads(capsys.readouterr().out)["weight_bytes"]
+    assert counted == weight_bytes(load(prepack=True).model)
+    assert main(["memory", "--prepack", "--dtype", "bfloat16"]) == 2
+    assert "these are bfloat16 on cpu: leave prepack out" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import torch
 from dlm_decode.api import Decoder, load
 from dlm_decode.audit import audit_cache
 from dlm_decode.cli import main
-from dlm_decode.errors import CapabilityError, CapacityError
+from dlm_decode.errors import CapabilityError, CapacityError, OptionError
 from dlm_decode.kv import page_bytes
 from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.loading import bundled_model_path, save_model
@@ -135,6 +135,13 @@ def test_the_command_line_says_what_the_cache_stores(capsys: pytest.CaptureFixtu
     assert shown[0] != shown[1], "the K/V were rounded"
 
 
+def test_a_limit_may_be_any_memorys_size() -> None:
+    """Bytes are counted on the host, so that 32 bits bound tensors' numbers, not these."""
+    assert Storage(max_bytes=2**40).max_bytes == 2**40
+    with pytest.raises(OptionError, match="max_bytes must be"):
+        Storage(max_bytes=2**63)
+
+
 def test_the_command_line_shares_prompts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,7 +151,7 @@ def test_the_command_line_shares_prompts(
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["generate", "--input", str(tmp_path / "rows.jsonl"), "--batch-size", "1"]
     texts, positions = [], []
-    for more in ([], ["--share-prompts", "exact", "--kv-mib", "1"]):
+    for more in ([], ["--share-prompts", "exact", "--kv-mib", "81920"]):
         out = tmp_path / f"out{len(more)}.jsonl"
         model = ["--model", str(tmp_path), "--cache", "block_causal", "--output", str(out)]
         assert main([*given, *model, *more]) == 0
