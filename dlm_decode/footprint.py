@@ -41,7 +41,9 @@ class Allocations(TorchDispatchMode):
         return made
 
     def _know(self, tensor: Tensor) -> None:
-        """What existed before is not counted."""
+        """What existed before is not counted; prepacked weights did, and have no storage to ask."""
+        if tensor.is_mkldnn:
+            return
         self._known.setdefault(tensor.untyped_storage(), 0)
 
     def _count(self, tensor: Tensor) -> None:

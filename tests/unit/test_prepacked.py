@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlm_decode.api import Decoder, load
 from dlm_decode.cli import main
 from dlm_decode.errors import CapabilityError
-from dlm_decode.footprint import forecast, weight_bytes
+from dlm_decode.footprint import Allocations, forecast, weight_bytes
 from dlm_decode.models import toy
 from dlm_decode.models.backbone import prepack_layers, prepackable
 from dlm_decode.models.prepacked import CHUNK, columns, linear, prepack
@@ -134,6 +134,18 @@ def test_the_forecast_counts_the_copies(monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert found.weight_bytes == pytest.approx(weight_bytes(model), rel=0.01)
     assert sum(w.nbytes for w in prepackable(model)) < weight_bytes(model)
+
+
+def test_bytes_of_a_prepacked_decoding_are_counted() -> None:
+    """The same as with the weights as they lie: the copies were there before."""
+    model = toy.random_llada(0, **SIZES)
+    peaks = []
+    for _ in range(2):
+        with Allocations() as counted:
+            Decoder(model, "threshold", "dual").generate(Request([3, 5], 8, block_length=4))
+        peaks.append(counted.peak)
+        prepack_layers(model)
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.1)
 
 
 def test_others_say_that_they_cannot_be_prepacked(capsys: pytest.CaptureFixture[str]) -> None:
