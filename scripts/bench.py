@@ -7,23 +7,22 @@
     python scripts/bench.py caches     # every cache policy x batch x length, with its error
     python scripts/bench.py speculation  # what K branches of a window cost, and what they save
 
-`step` times every call of the backbone and of the LM head inside the engine's turns; the rest of a
-turn is overhead: the statistics pass over the logits, and everything else (plan, pack, decide,
-apply). `bare` is one forward of the backbone alone on the same tokens, with plain attention and
-nothing stored, `bare_head` the LM head in one piece with nothing read off it; both together are the
-floor of a turn. `decode` runs the same decoding by the engine and by tests/reference (Fast-dLLM's
-published loop, batch 1) on the same weights and checks that the tokens agree (they need not where
-our refreshes compute less than the loop's). `caches` decodes with
+`step` times every call of the backbone and of the LM head inside the engine's turns, over a cache
+for ragged batches; the rest of a turn is overhead: the statistics pass over the logits, and
+everything else (plan, pack, decide, apply). `bare` is one forward of the backbone alone on the same
+tokens, with plain attention and nothing stored, `bare_head` the LM head in one piece with nothing
+read off it; both together are the floor of a turn. `decode` runs the same decoding by the engine
+and by tests/reference (Fast-dLLM's published loop, batch 1) on the same weights and checks that the
+tokens agree (they need not where our refreshes compute less than the loop's). `caches` decodes with
 `threshold` under every policy, batches ragged: `floor_s` is the bare backbone on as many positions
 and the bare head on as many scored ones; `scaling` is the turns of rows per second over those of
 batch 1, `bare` the same for the floors, and `share` the one over the other; errors are those of
-`dlm-decode audit` over one request.
-`speculation` forwards K branches of a window over shared stored K/V: `ratio` is their time over
-that of one, `floor_ratio` the same for the bare backbone on as many tokens; K branches pay while
-the forwards they leave are fewer than `pays_below` of all. On the bundled model the table of
-scripts/bench_speculation.py follows. Times are medians over turns or runs, `spread` is the
-distance of the quartiles over the median. With one thread they are seconds that the process spent,
-which other programs disturb less than the wall clock's.
+`dlm-decode audit` over one request. `speculation` forwards K branches of a window over shared
+stored K/V: `ratio` is their time over that of one, `floor_ratio` the same for the bare backbone on
+as many tokens; K branches pay while the forwards they leave are fewer than `pays_below` of all. On
+the bundled model the table of scripts/bench_speculation.py follows. Times are medians over turns or
+runs, `spread` is the distance of the quartiles over the median. With one thread they are seconds
+that the process spent, which other programs disturb less than the wall clock's.
 """
 
 from __future__ import annotations
@@ -400,7 +399,7 @@ def step_row(setting: Setting, cache: str, batch: int) -> StepRow:
     model = Timed(setting.model)
     options = setting.options(length)
     decoder = Decoder(model, "llada", cache, max_batch_size=batch, options=options)
-    requests = setting.requests(batch, length)
+    requests = setting.requests(batch, length, ragged=cache != "none")
     device_part.statistics = model.statistics  # timed from outside
     decoder.generate(requests)
     for times in (model.backbone_s, model.head_s, model.statistics_s, model.scored):
