@@ -58,7 +58,9 @@ class SelfSpeculative(Wrapper):
     of the text, ends the row. A step that writes a position again waits for the next turn, so that
     the trace shows both. `drafter=graph` takes the drafts from a calibrated graph (Spiffy,
     arXiv:2509.18085), see `DraftGraph`. `min_acceptance` and `row_cost` keep improbable drafts from
-    being forwarded, see `worthwhile`; neither changes what is decided.
+    being forwarded, see `worthwhile`, and `most_tokens` those for which a large batch leaves no
+    room: a forward takes as long for few tokens as for so many (on GPUs about 120 to 240, the
+    ratio of arithmetic to bandwidth). None of them changes what is decided.
     """
 
     paper: ClassVar[str] = (
@@ -83,6 +85,12 @@ class SelfSpeculative(Wrapper):
     )
     row_cost: float = option(
         0.0, "what one more state costs, relative to a forward of one; 0 drafts all", low=0.0
+    )
+    most_tokens: int | None = option(
+        None,
+        "draft no more states than keep the windows of a forward, of all rows together, within so "
+        "many tokens, beyond which each costs (none: no limit)",
+        low=1,
     )
 
     def __post_init__(self) -> None:
@@ -182,6 +190,8 @@ class SelfSpeculative(Wrapper):
         likely, order = torch.sort(likely, dim=-1, descending=True, stable=True)
         drafts = drafts.gather(1, order[..., None].expand_as(drafts))
         count = worthwhile(likely, least=self.min_acceptance, row_cost=self.row_cost)
+        if self.most_tokens is not None:
+            count = count.clamp(max=max(self.most_tokens // canvas.tokens.numel() - 1, 0))
         missing = self.max_states - 1 - drafts.shape[1]
         spare = canvas.tokens[:, None].expand(-1, 1 + missing, -1)
         return torch.cat([spare[:, :1], drafts, spare[:, 1:]], dim=1), one + count

@@ -145,6 +145,8 @@ def test_drafts_do_not_change_with_the_batch() -> None:
         ({"min_acceptance": 1.0}, "none"),
         ({"row_cost": 0.2}, "some"),
         ({"row_cost": 1e6}, "none"),
+        ({"most_tokens": 1}, "none"),
+        ({"most_tokens": 10**6}, "all"),
     ],
     ids=str,
 )
@@ -156,6 +158,17 @@ def test_the_draft_length_changes_costs_only(options: dict[str, float], drafts: 
     counts = [sum(r.trace.drafted or 0 for r in results) for results in (ahead, every)]
     kind = "none" if counts[0] == 0 else "all" if counts[0] == counts[1] else "some"
     assert kind == drafts and counts[0] <= counts[1]
+
+
+def test_a_larger_batch_drafts_less_where_tokens_are_limited() -> None:
+    """The windows of three rows fill what leaves one row room for more states; texts are equal."""
+    run = Run(0, 2, "llada", 8, 6, 0.0, stop_at_eos=False)
+    assert run.block is not None
+    sampler = SelfSpeculative(Llada(), max_states=6, most_tokens=3 * run.block)
+    alone, together = (replace(run, batch=n).decode(sampler) for n in (1, 3))
+    assert decided(alone) == decided(together) == decided(run.plain())
+    drafted = [sum(r.trace.drafted or 0 for r in results) for results in (alone, together)]
+    assert drafted[0] > drafted[1]
 
 
 def test_a_graph_with_second_tokens_decides_the_same(tmp_path: Path) -> None:
