@@ -135,7 +135,7 @@ class Packed:
     """Everything about one forward, as device tensors (T packed tokens, n scored positions).
 
     `ids`, `positions` `(T,)`; `read` per lane the packed rows `(n,)` whose hidden state predicts
-    the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`; `scored_row` `(n,)`;
+    the scored positions; `scatter (n,)` their places in a flat `(B, R, W)`;
     `window_from`/`window_to` put a query's tokens (flat `(B, R, W)`) into the packed ids. `windows`
     are where those of the entries begin and end, for models that ask. Padded scored positions read
     the first packed row and are scattered to the place behind the last. Outputs kept from earlier

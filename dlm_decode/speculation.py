@@ -114,6 +114,7 @@ def with_sampler(decoder: Decoder, sampler: Sampler) -> Decoder:
         seed=decoder.seed,
         max_batch_size=engine.max_batch_size,
         tokenizer=decoder.tokenizer,
+        storage=engine.storage,
     )
 
 

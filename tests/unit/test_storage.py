@@ -20,6 +20,7 @@ from dlm_decode.models.backbone import Backbone
 from dlm_decode.models.loading import bundled_model_path, save_model
 from dlm_decode.models.toy import random_llada, random_sdar
 from dlm_decode.rows import make_row
+from dlm_decode.speculation import with_sampler
 from dlm_decode.storage import PAGE_LENGTH, Storage
 from dlm_decode.tasks import FAMILIES, held_out
 from dlm_decode.types import Generation, Request
@@ -181,3 +182,10 @@ def test_int8_holds_its_accuracy_in_the_audit() -> None:
     assert ours["mean_logit_error"] == pytest.approx(plain["mean_logit_error"], rel=0.05)
     assert ours["logit_error"] != plain["logit_error"], "the K/V were rounded"
     assert sum(a == b for a, b in zip(*texts, strict=True)) >= len(items) - 1
+
+
+def test_a_decoder_with_another_sampler_keeps_its_storage() -> None:
+    """`audit --lossless` compares two runs that store K/V as was asked for."""
+    decoder = Decoder(LLADA, "llada", "dual", storage=Storage(dtype="int8"))
+    other = with_sampler(decoder, decoder.parts.sampler)
+    assert other.engine.storage == decoder.engine.storage
